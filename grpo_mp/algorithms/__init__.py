@@ -1,1 +1,1 @@
-"""The GRPO family as independent, pure parts: advantages, ratios, losses, aggregation and KL."""
+"""The GRPO family as independent pure functions: advantages, ratios, losses, aggregation and KL."""

@@ -1,4 +1,4 @@
-"""Rewards to advantages, by group id: groups may differ in size, order does not matter. Float64 throughout."""
+"""Advantages from rewards, in float64. Samples belong to the groups of their group ids, in any order and size."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from grpo_mp.utils.types import PerToken, SampleInfo
 
 
 class AdvantageEstimator(Protocol):
-    """Returns the advantage of each of the step's samples: a number, or [response tokens] of all its sequences.
+    """Computes the advantage of each sample of a step: a number, or [response tokens of all its sequences].
 
-    `samples`: all of the step that have a reward, the same on every rank, groups by `group_id`; `advantage`: that
-    section of the settings; `weights`: of the terms of the reward, by name.
+    `samples`: all samples of the step that have a reward, the same on every rank, with groups by `group_id`;
+    `advantage`: that section of the settings; `weights`: weights of the reward terms, by name.
     """
 
     def __call__(
@@ -28,7 +28,7 @@ class AdvantageEstimator(Protocol):
 
 
 def load_estimator(advantage: AdvantageConfig) -> AdvantageEstimator:
-    """Return the estimator that the settings name."""
+    """Return the advantage estimator that the settings name."""
     name = advantage.estimator or advantage.built_in
     return ADVANTAGE_ESTIMATORS.resolve(name, "algorithm.advantage.estimator")
 
@@ -39,9 +39,9 @@ def estimate_advantages(
     advantage: AdvantageConfig,
     weights: Mapping[str, float],
 ) -> list[PerToken]:
-    """Call an estimator with the samples that have a reward; the advantage of the others is 0.
+    """Call an estimator with the samples that have a reward; the advantage of the other samples is 0.
 
-    Rewards of steps are missing one by one (`estimate_process`), so with them no sample is left out here.
+    With level process all samples are passed: a reward may be missing for single steps, see `estimate_process`.
     """
     label = f"algorithm.advantage.estimator {advantage.estimator or advantage.built_in!r}"
     scored = [sample for sample in samples if sample.is_scored or advantage.level == "process"]
@@ -62,23 +62,23 @@ def estimate_advantages(
 
 @dataclass(frozen=True)
 class Groups:
-    """The group of each of N values, numbered from 0 to count - 1."""
+    """Groups of N values, numbered from 0 to count - 1."""
 
     index: Tensor  # int64 [N]
     count: int
 
     @staticmethod
     def by_id(group_ids: Sequence[int]) -> "Groups":
-        """Make groups of the ids [N] of the values, in ascending order of id."""
+        """Return the groups of the values with the group ids [N], in ascending order of id."""
         ids, index = torch.tensor(group_ids, dtype=torch.int64).unique(return_inverse=True)
         return Groups(index, len(ids))
 
     def sizes(self) -> Tensor:
-        """Return the number of values of each group, float64 [count]."""
+        """Return the number of values in each group, float64 [count]."""
         return self.sums(torch.ones(len(self.index), dtype=torch.float64))
 
     def sums(self, values: Tensor) -> Tensor:
-        """Sum float64 values [N] over each group: [count]."""
+        """Return the sum of float64 values [N] in each group, [count]."""
         return torch.zeros(self.count, dtype=torch.float64).index_add(0, self.index, values)
 
     def has_nonzero_std(self, values: Tensor) -> Tensor:
@@ -92,8 +92,8 @@ def outcome_advantages(
 ) -> tuple[float, ...]:
     """Compute one advantage per sample from one reward per sample.
 
-    A_i = r_i - baseline (BASELINES), divided by eps + standard deviation (SCALES) unless advantage.scale is none.
-    With a group baseline, a group without difference gives exactly zero.
+    A_i = (r_i - baseline_i) / (scale_i + eps), with the baseline from BASELINES and the scale from SCALES; scale none
+    does not divide. With a group baseline, a group with equal rewards gets exactly 0.
     """
     values, groups = torch.tensor(rewards, dtype=torch.float64), Groups.by_id(group_ids)
     centered = values - BASELINES[advantage.baseline](values, groups)
@@ -107,16 +107,16 @@ def outcome_advantages(
 def estimate_outcome(
     samples: Sequence[SampleInfo], advantage: AdvantageConfig, weights: Mapping[str, float]
 ) -> Sequence[PerToken]:
-    """Compute `outcome_advantages` of the rewards."""
+    """Compute `outcome_advantages` from the rewards of the samples."""
     return outcome_advantages([sample.reward for sample in samples], [sample.group_id for sample in samples], advantage)
 
 
 def estimate_decoupled(
     samples: Sequence[SampleInfo], advantage: AdvantageConfig, weights: Mapping[str, float]
 ) -> Sequence[PerToken]:
-    """Normalize every term of the reward in its group, add them up by weight, and normalize the sum over the batch.
+    """Normalize every reward term within its group, add the terms by weight, and normalize the sums over the batch.
 
-    GDPO, arXiv 2601.05242, eq. 4 to 6. A term that does not apply to a sample is missing there and adds nothing.
+    GDPO, arXiv 2601.05242, eq. 4 to 6. A term that does not apply to a sample adds nothing to its sum.
     """
     total = torch.zeros(len(samples), dtype=torch.float64)
     single_reward = AdvantageConfig(eps=advantage.eps)
@@ -134,11 +134,10 @@ def estimate_decoupled(
 def estimate_process(
     samples: Sequence[SampleInfo], advantage: AdvantageConfig, weights: Mapping[str, float]
 ) -> list[Tensor]:
-    """Return [response tokens] of each sample: the sum of the normalized rewards of steps ending at or after a token.
+    """Return for each token the sum of the normalized rewards of steps that end at it or later, [response tokens].
 
-    Of an episode with several sequences, before and after are those of its turns, whatever sequence each is of.
-    Rewards are normalized over all steps of the group (DeepSeekMath, section 4.1.3); a group whose steps all have one
-    reward gives zeros.
+    Rewards are normalized over all steps of the group (DeepSeekMath, section 4.1.3); a group whose step rewards are all
+    equal gets zeros. For an episode with several sequences, "later" means the order of its turns.
     """
     flat = [(i, end, reward) for i, sample in enumerate(samples) for end, reward in sample.all_step_rewards]
     ids = [samples[i].group_id for i, _, _ in flat]
@@ -150,6 +149,7 @@ def estimate_process(
 
 
 def _sum_to_end(values: Tensor, sample: SampleInfo) -> Tensor:
+    """Return for each token the sum of the values from it to the end of the episode."""
     order = sample.generation_order
     if order is None:
         return values.flip(0).cumsum(0).flip(0)
@@ -157,21 +157,21 @@ def _sum_to_end(values: Tensor, sample: SampleInfo) -> Tensor:
 
 
 def distillation_advantages(policy: Tensor, teacher: Tensor, distillation: DistillationConfig) -> Tensor:
-    """Return coef * (log p_teacher - log p_policy) of each token [T] in float64.
+    """Return coef * (log p_teacher - log p_policy) of each sampled token, float64 [T].
 
-    Minus the estimate of the reverse KL at the sampled token (Thinking Machines Lab, On-policy distillation, 2025; the
-    single-step part of MiniLLM's gradient, arXiv 2306.08543, eq. 6). No token answers for those after it.
+    This is minus the estimate of the reverse KL at the sampled token (Thinking Machines Lab, On-policy distillation,
+    2025; the single-step part of MiniLLM's gradient, arXiv 2306.08543, eq. 6). Later tokens do not contribute.
     """
     return distillation.coef * (teacher.double() - policy.double())
 
 
 def _group_mean(values: Tensor, groups: Groups) -> Tensor:
-    """Return the mean of each value's group (DeepSeekMath, section 4.1.2)."""
+    """Return for each value the mean of its group (DeepSeekMath, section 4.1.2)."""
     return groups.sums(values)[groups.index] / groups.sizes()[groups.index]
 
 
 def _leave_one_out(values: Tensor, groups: Groups) -> Tensor:
-    """Return the mean of the group's other values; 0 in a group of one (RLOO, arXiv 2402.14740, eq. 8)."""
+    """Return for each value the mean of its group's others; 0 in a group of one (RLOO, arXiv 2402.14740, eq. 8)."""
     return (groups.sums(values)[groups.index] - values) / (groups.sizes()[groups.index] - 1).clamp(min=1)
 
 
@@ -179,7 +179,8 @@ BASELINES: dict[str, Callable[[Tensor, Groups], Tensor]] = {
     "group_mean": _group_mean,
     "leave_one_out": _leave_one_out,
     "none": lambda values, groups: torch.zeros_like(values),
-    "critic": lambda values, groups: torch.zeros_like(values),  # its values are subtracted later, token by token
+    # The critic's values are subtracted later, token by token.
+    "critic": lambda values, groups: torch.zeros_like(values),
 }
 
 

@@ -1,4 +1,4 @@
-"""The score of one eval set: estimated from its samples, written to a file, plotted over k."""
+"""Score an eval set from its samples, write the scores to a file, and plot them over k."""
 
 import math
 from collections import Counter, defaultdict
@@ -19,40 +19,42 @@ from grpo_mp.utils.types import SampleInfo
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over problems and its standard error; None where one problem gives none."""
+    """A mean over problems and its standard error, which is None for a single problem."""
 
     value: float
     error: float | None = None
 
 
 def mean_over_problems(values: Sequence[float]) -> Estimate:
-    """Return the mean of one value per problem, at least one, and its standard error.
+    """Return the mean and the standard error of `values`, one value per problem, at least one.
 
-    Samples of one problem are not independent draws, problems are (Miller 2024, arXiv 2411.00640, sections 2 and 3.1).
+    The error is over problems, because samples of one problem are not independent (Miller 2024, arXiv 2411.00640,
+    sections 2 and 3.1).
     """
     error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
     return Estimate(fmean(values), error)
 
 
 def k_values(samples: int) -> tuple[int, ...]:
-    """Return the k of pass@k and maj@k: powers of two up to the number of samples, and that number."""
+    """Return the k of pass@k and maj@k: powers of two up to the number of samples, and that number itself."""
     return tuple(sorted({*(2**power for power in range(samples.bit_length())), samples}))
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """Estimate the chance that one of k samples is right: 1 - C(n - c, k) / C(n, k), unbiased.
+    """Estimate the probability that at least one of k samples is right: 1 - C(n - c, k) / C(n, k), unbiased.
 
-    Chen et al. 2021, arXiv 2107.03374, eq. 1, with n = samples and c = right.
+    Chen et al. 2021, arXiv 2107.03374, eq. 1, with n = `samples` and c = `right`.
     """
     return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
 def maj_at_k(right: int, wrong: Iterable[int], abstaining: int, ks: Sequence[int]) -> list[float]:
-    """Estimate for each k the chance that the most frequent answer of k samples is right.
+    """Estimate for each k the probability that the most frequent answer of k samples is right, unbiased.
 
-    `right` samples gave the right answer, each of `wrong` counts those that gave one wrong answer, `abstaining` samples
-    gave none. Of t answers that lead together each wins with chance 1 / t. Exact: the mean over all C(n, k) draws
-    without replacement, so it is unbiased.
+    `right`: samples with the right answer; `wrong`: samples with each wrong answer; `abstaining`: samples without an
+    answer. With n samples in all and W_v of `_draws_won_by`, the result is the sum over v of C(right, v) W_v(k - v) /
+    C(n, k): the exact mean over all draws of k samples without replacement. Of t answers that tie, each wins with
+    probability 1 / t.
     """
     wrong_counts = list(wrong)
     samples = right + sum(wrong_counts) + abstaining
@@ -65,11 +67,11 @@ def maj_at_k(right: int, wrong: Iterable[int], abstaining: int, ks: Sequence[int
 
 
 def _draws_won_by(wrong: Sequence[int], abstaining: int, votes: int, max_draws: int) -> np.ndarray:
-    """Count the draws of x other samples in which no answer has more than `votes`: [max_draws + 1], by x.
+    """Count for x = 0 .. max_draws the draws of x other samples over which v = `votes` right ones win: W_v(x).
 
-    A draw in which t answers tie with the right one counts 1 / (t + 1). Row t of `ways` counts draws with t ties,
-    column x those of x samples. An answer of c samples gives C(c, x) ways to draw x of them. Answers too rare to tie
-    count as no answer.
+    W_v(x) = sum over t of ways[t, x] / (t + 1). ways[t, x]: number of draws of x samples in which no wrong answer has
+    more than v samples and t wrong answers have exactly v, so that they tie with the right answer. There are C(c, y)
+    ways to draw y of the c samples of an answer. Answers with c < v cannot tie, and count as abstaining.
     """
     tied_or_above = [count for count in wrong if count >= votes]
     below = abstaining + sum(wrong) - sum(tied_or_above)
@@ -93,27 +95,27 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Votes = Mapping[tuple[int, ...], int | None]  # sample -> number of its answer, unique in its problem; None: no answer
-INCHES = (6.0, 4.0)  # of a set's plot
+Votes = Mapping[tuple[int, ...], int | None]  # key of a sample -> number of its answer in the problem; None: no answer
+INCHES = (6.0, 4.0)  # size of a panel
 COLORS = {"before": "tab:gray", "after": "tab:blue"}
 
 
 @dataclass(frozen=True)
 class EvalScore:
-    """The score of one eval set; all problems count alike."""
+    """Scores of one eval set; all problems have the same weight."""
 
-    accuracy: float | None  # avg@n: mean over problems of the share of right samples; None: correctness is not defined
+    accuracy: float | None  # avg@n: mean over problems of the share of right samples; None: none is judged
     reward: float
-    length: float  # tokens
+    length: float  # mean response tokens
     accuracy_error: float | None = None  # standard error over problems
     truncated_ratio: float = 0.0
     unanswered: int = 0  # samples without a generated token
-    problems: int = 0  # with those that are too long
-    too_long: int = 0  # problems that were not asked, as their prompt is too long: they count as wrong
-    samples: int = 1  # of each problem
+    problems: int = 0  # including those that are too long
+    too_long: int = 0  # problems that count as wrong, because their prompt is too long
+    samples: int = 1  # per problem
     pass_at: Mapping[int, Estimate] = field(default_factory=dict)  # by k; empty for one sample
     maj_at: Mapping[int, Estimate] = field(default_factory=dict)
-    reward_terms: Mapping[str, float] = field(default_factory=dict)  # by name, unweighted; mean where it applies
+    reward_terms: Mapping[str, float] = field(default_factory=dict)  # unweighted mean of each term where it applies
 
 
 @dataclass(frozen=True)
@@ -122,11 +124,11 @@ class _ScoreFile:
 
 
 def score_eval_set(infos: Sequence[SampleInfo], votes: Votes | None = None, too_long: int = 0) -> EvalScore:
-    """Score the samples of a set, at least one; `votes` for maj@k.
+    """Score the samples of an eval set, at least one. `votes`: answer numbers for maj@k.
 
-    `too_long`: problems whose prompt is too long to be asked. They are wrong in accuracy, pass@k and maj@k, and count
-    in no other mean. Samples without a judgement (`is_correct` is None) count in reward, length and truncated_ratio
-    only, those without a reward not in the reward.
+    `too_long`: number of problems whose prompt is too long to be sampled. They count as wrong in accuracy, pass@k and
+    maj@k, and in no other mean. Samples whose `is_correct` is None count only in reward, length and truncated_ratio;
+    samples without a reward do not count in the reward.
     """
     problems = defaultdict[int, list[SampleInfo]](list)
     for info in infos:
@@ -172,7 +174,7 @@ def _pass_at(problems: Sequence[Sequence[SampleInfo]], samples: int, too_long: i
 
 
 def _maj_at(problems: Sequence[Sequence[SampleInfo]], samples: int, votes: Votes, too_long: int) -> dict[int, Estimate]:
-    """Estimate maj@k by k. All right samples gave one answer; wrong ones are told apart by their answer numbers."""
+    """Estimate maj@k for each k. All right samples have one answer; wrong answers differ by their answer numbers."""
     values: dict[int, list[float]] = {k: [0.0] * too_long for k in k_values(samples)}
     for problem in problems:
         wrong = Counter(votes[info.key] for info in problem if not info.is_correct)
@@ -184,17 +186,17 @@ def _maj_at(problems: Sequence[Sequence[SampleInfo]], samples: int, votes: Votes
 
 
 def step_file(run_folder: Path, step: int) -> Path:
-    """Return where a run keeps its scores after a step; 0 is before training."""
+    """Return the path of a run's scores after a step; step 0 is before training."""
     return run_folder / "eval" / f"step_{step:06d}.json"
 
 
 def write_scores(file: Path, scores: Mapping[str, EvalScore], **metadata: Any) -> None:
-    """Write the scores of all sets with their metadata; a reader never sees half a file."""
+    """Write the scores of all eval sets with their metadata, atomically."""
     write_json(file, {**metadata, "sets": {name: asdict(score) for name, score in scores.items()}})
 
 
 def read_scores(file: Path) -> dict[str, EvalScore]:
-    """Read what `write_scores` wrote."""
+    """Read the file that `write_scores` wrote."""
     try:
         return TypeAdapter(_ScoreFile).validate_json(file.read_bytes(), strict=True).sets
     except (OSError, ValidationError) as error:
@@ -203,14 +205,14 @@ def read_scores(file: Path) -> dict[str, EvalScore]:
 
 
 def plot_pass_at_k(before: Mapping[str, EvalScore], after: Mapping[str, EvalScore]) -> "Figure | None":
-    """Plot one panel for each set with several samples of a problem; None where no set has them.
+    """Plot pass@k and maj@k, one panel per eval set with several samples per problem; None without such a set.
 
-    A line is a mean over problems, its band one standard error to either side.
+    A line is a mean over problems; its band is one standard error to either side.
     """
     sets = [name for name, score in after.items() if score.pass_at]
     if not sets:
         return None
-    from matplotlib.figure import Figure  # takes half a second, which most processes need not spend
+    from matplotlib.figure import Figure  # a slow import, which few processes need
 
     figure = Figure(figsize=(INCHES[0] * len(sets), INCHES[1]), layout="constrained")
     for axes, name in zip(figure.subplots(1, len(sets), squeeze=False)[0], sets, strict=True):
@@ -231,7 +233,7 @@ def plot_pass_at_k(before: Mapping[str, EvalScore], after: Mapping[str, EvalScor
 
 
 def write_svg(figure: "Figure", file: Path) -> None:
-    """Write a figure whose text stays text; the same figure gives the same bytes."""
+    """Write a figure as SVG with its text as text; equal figures give equal bytes."""
     import matplotlib
 
     text = StringIO()

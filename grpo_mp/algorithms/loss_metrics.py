@@ -1,4 +1,4 @@
-"""Sums over response tokens that become the training metrics once they are reduced over the job."""
+"""Sums and maxima over response tokens, which are reduced over the job and become the training metrics."""
 
 import math
 
@@ -33,7 +33,7 @@ DISTILL_MEANS = {
 }
 SUMS = (*MEANS, *TOTALS, *PROBABILITIES, *DISTILL_MEANS, "ratio2", "tokens", "kl", "kl_tokens", "topk_tokens")
 MAXIMA = ("train/ratio/max", "mismatch/logprob_abs_diff/max", "distill/kl/max")
-MAX_SQUARED_LOG_RATIO = 300.0  # the square of its exponential is still a float64
+MAX_SQUARED_LOG_RATIO = 300.0  # the squared ratio still fits into float64
 
 
 def loss_report(
@@ -45,10 +45,10 @@ def loss_report(
     algorithm: AlgorithmConfig,
     topk: TopkTerms | None = None,
 ) -> dict[str, Tensor]:
-    """Compute SUMS but the losses, and MAXIMA, over the response tokens of one micro-batch; inputs: [T] in float64.
+    """Compute SUMS, except the losses, and MAXIMA over the response tokens of a micro-batch; inputs: float64 [T].
 
-    `on_policy`: 1, or 0 where the off-policy mask takes a token out. Engine and policy are compared over the tokens
-    with a finite rollout logprob.
+    `on_policy`: 0 for tokens that the off-policy mask removes, else 1. Engine and policy are compared on tokens with a
+    finite rollout logprob.
     """
     mask, ratio = batch.mask.double(), terms.log_ratio.detach().clamp(max=MAX_SQUARED_LOG_RATIO).exp()
     new, has_rollout_logprob = terms.new.detach(), batch.rollout_logprobs.isfinite()
@@ -91,7 +91,7 @@ def loss_report(
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, algorithm: AlgorithmConfig) -> dict[str, Tensor]:
-    """Return which ratios are clipped, at each bound and at any, bool [T]: none where the loss has no clip."""
+    """Return which ratios are clipped, at each bound and at any, bool [T]; all False for a loss without a clip."""
     entry = policy_loss_entry(algorithm.policy_loss)
     clip = algorithm.clip
     is_negative = advantages < 0
@@ -109,7 +109,7 @@ def _clipped(ratio: Tensor, advantages: Tensor, algorithm: AlgorithmConfig) -> d
 
 
 def compute_metrics(sums: dict[str, float]) -> dict[str, float]:
-    """Compute the metrics of one update from its reduced sums and maxima; without reference logprobs there is no KL."""
+    """Compute the metrics of one update from its reduced sums and maxima; the KL needs reference logprobs."""
     mean = {name: sums[name] / max(sums["tokens"], 1.0) for name in SUMS}
     covariance = mean["both_p"] - mean["engine_p"] * mean["policy_p"]
     variances = (mean["engine_p2"] - mean["engine_p"] ** 2) * (mean["policy_p2"] - mean["policy_p"] ** 2)
@@ -127,14 +127,14 @@ def compute_metrics(sums: dict[str, float]) -> dict[str, float]:
 
 
 def mismatch_band(token_mult_prob_error: float) -> int:
-    """Return 0 (good), 1 (watch) or 2 (stop): bounds 1.05 and 1.5, as NeMo-RL's users have them; 2 for NaN."""
+    """Return 0 (good), 1 (watch) or 2 (stop), with the bounds 1.05 and 1.5 of NeMo-RL's users; 2 for NaN."""
     return int(not token_mult_prob_error <= 1.05) + int(not token_mult_prob_error <= 1.5)
 
 
 def merge_reports(reports: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Merge micro-batch reports into sums [len(SUMS)] and maxima [len(MAXIMA)], float64 on the CPU, ready to reduce.
+    """Merge micro-batch reports into sums [len(SUMS)] and maxima [len(MAXIMA)], float64 on the CPU.
 
-    A maximum that is NaN is infinite here: the larger one of two, over ranks or updates, may not be NaN.
+    A NaN among the maxima becomes infinity, because the maximum over ranks or updates may drop a NaN.
     """
     if not reports:
         return torch.zeros(len(SUMS), dtype=torch.float64), torch.zeros(len(MAXIMA), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The losses of a micro-batch, of RL and of SFT, and the coefficients that adapt."""
+"""Losses of a micro-batch for RL and SFT, and the adaptive coefficients."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,12 +16,12 @@ from grpo_mp.utils.types import MicroBatch, PerToken
 
 MicroBatchLoss = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 MAX_LOG_RATIO = 700.0  # exp(709) is the largest float64
-MAX_KL = 10.0  # of a token, for k3_clamped
+MAX_KL = 10.0  # per token, for k3_clamped
 
 
 @dataclass(frozen=True)
 class LossCoefficients:
-    """Coefficients of the terms beside the policy loss, as their controllers have set them."""
+    """Coefficients of KL and entropy in the loss, after adaptation."""
 
     kl: float
     entropy: float
@@ -33,10 +33,10 @@ def make_loss(
     reduce: Reduce,
     policy_loss: PolicyLoss,
 ) -> MicroBatchLoss:
-    """Return the loss of one micro-batch: its share of the update's loss, and sums for the metrics.
+    """Return the function of a micro-batch that returns its share of the update's loss, and sums for the metrics.
 
-    `reduce` sums over the ranks that hold parts of the same sequences. Without `old_logprobs` this is the first
-    update of a rollout: the old policy is the present one.
+    `reduce`: sums a tensor over the ranks that hold parts of the same sequences. A batch without `old_logprobs` belongs
+    to the first update of a rollout, whose old policy is the current policy.
     """
     kl_coefficient = coefficients.kl if algorithm.kl.apply_to == "loss" else 0.0
     distillation = algorithm.distillation
@@ -44,7 +44,7 @@ def make_loss(
     def loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         batch = _mask_logprobs(batch.to(logprobs.device))
         new, entropy = _masked(logprobs, batch.mask), _masked(entropy, batch.mask)
-        has_rollout_logprob = batch.rollout_logprobs.isfinite()  # the other tokens are masked out of the loss
+        has_rollout_logprob = batch.rollout_logprobs.isfinite()  # a token without one is masked out of the loss
         terms = _token_terms(new, batch, algorithm, Sequences.from_batch(batch, reduce))
         entropy_mask = (entropy.detach() >= batch.entropy_floor) & has_rollout_logprob
         on_policy = off_policy_mask(
@@ -81,7 +81,7 @@ def load_policy_loss(algorithm: AlgorithmConfig) -> PolicyLoss:
 
 
 def _token_losses(policy_loss: PolicyLoss, terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
-    """Return the policy loss of tokens [T], corrected for the rollout engine."""
+    """Return the policy loss of each token [T], times the rollout correction unless the loss applies it itself."""
     losses = policy_loss(terms, algorithm)
     if losses.shape != terms.new.shape:
         raise UserError(
@@ -112,7 +112,7 @@ def _log_ratio(token_log_ratio: Tensor, sequences: Sequences, level: RatioLevel)
 
     token: pi / pi_old of the token (PPO; DeepSeekMath, eq. 3).
     sequence: s = (pi / pi_old of the sequence)^(1 / tokens) (GSPO, arXiv 2507.18071, eq. 7).
-    sequence_token: sg(s) pi / sg(pi), the sequence's value, the token's gradient (GSPO-token, eq. 14).
+    sequence_token: sg(s) pi / sg(pi), sg: stop-gradient; the sequence's value, the token's gradient (GSPO, eq. 14).
     product: pi / pi_old of the sequence (DeepSeek-R1, arXiv 2501.12948, eq. 1; RLOO, arXiv 2402.14740).
     """
     match level:
@@ -127,7 +127,7 @@ def _log_ratio(token_log_ratio: Tensor, sequences: Sequences, level: RatioLevel)
 
 
 def _kl(terms: TokenTerms, batch: MicroBatch, kl: KLConfig, level: str) -> Tensor:
-    """Estimate KL(policy || reference) -> [T]: of each token, or at every token that of its sequence (R1, eq. 2)."""
+    """Estimate KL(policy || reference) [T]: of each token, or of its whole sequence (R1, eq. 2)."""
     if batch.reference_logprobs is None:
         return torch.zeros_like(terms.new)
     log_r = batch.reference_logprobs - terms.new
@@ -137,13 +137,15 @@ def _kl(terms: TokenTerms, batch: MicroBatch, kl: KLConfig, level: str) -> Tenso
 
 
 def estimate_kl(kl: KLConfig, log_r: Tensor, ratio: Tensor) -> Tensor:
-    """Estimate KL(policy || reference) by `kl.estimator` from log r = reference - logprob, [T] -> [T].
+    """Estimate KL(policy || reference) with `kl.estimator`, from log r = reference - policy logprob, [T] -> [T].
 
     k1, k2, k3: Schulman, Approximating KL divergence (2020), with r = reference / policy.
-    k1: unbiased, may be negative; its gradient has the mean 0. k2: biased in value; its mean gradient is that of
-    KL(policy || reference) on policy. k3: unbiased and never negative (DeepSeekMath, eq. 4); its mean gradient is that
-    of KL(reference || policy). k3_clamped: one token cannot dominate. k3_unbiased: k3 x importance ratio, gradient
-    included: value and gradient of KL(policy || reference), off policy, too (DeepSeek-V3.2, arXiv 2512.02556).
+    k1: unbiased, may be negative; its gradient has mean 0.
+    k2: biased in value; on policy, its mean gradient is the gradient of KL(policy || reference).
+    k3: unbiased and never negative (DeepSeekMath, eq. 4); its mean gradient is the gradient of KL(reference || policy).
+    k3_clamped: k3 within [-MAX_KL, MAX_KL], so that no token dominates.
+    k3_unbiased: k3 x importance ratio, with its gradient: also off policy, value and gradient are those of KL(policy ||
+    reference) (DeepSeek-V3.2, arXiv 2512.02556).
     """
     match kl.estimator:
         case "k1":
@@ -161,10 +163,10 @@ def estimate_kl(kl: KLConfig, log_r: Tensor, ratio: Tensor) -> Tensor:
 def rollout_is_weights(
     old: Tensor, rollout: Tensor, sequences: Sequences, correction: RolloutCorrectionConfig
 ) -> Tensor:
-    """Compute w = old / rollout of the token, or the product over the sequence, limited to [low, high].
+    """Compute w = old / rollout of each token, or their product over the sequence, limited to [low, high]: [T].
 
-    truncate: w is clamped (TIS, Yao et al. 2025). mask: outside w counts 0 (MIS, Liu et al. 2025; by token with
-    [0.5, 5] it is IcePop, Ling team 2025). A token whose rollout logprob is not finite has w = 1.
+    truncate: w is clamped (TIS, Yao et al. 2025). mask: w outside of the limits becomes 0 (MIS, Liu et al. 2025; with
+    level token and [0.5, 5] it is IcePop, Ling team 2025). A token without a finite rollout logprob has w = 1.
     """
     if correction.kind == "none":
         return torch.ones_like(old)
@@ -181,10 +183,10 @@ def rollout_is_weights(
 def off_policy_mask(
     new: Tensor, rollout: Tensor, advantages: Tensor, sequences: Sequences, limit: float | None
 ) -> Tensor:
-    """Return 0 for tokens of sequences with a negative advantage and a mean of rollout - new above the limit, else 1.
+    """Return 0 for sequences with a negative advantage and a mean of rollout - new above `limit`, else 1: [T].
 
-    Off-policy sequence masking, DeepSeek-V3.2, arXiv 2512.02556, eq. 9. Where advantages differ by token, their mean
-    is the sequence's: it trains as a whole or not at all.
+    Off-policy sequence masking, DeepSeek-V3.2, arXiv 2512.02556, eq. 9. If advantages differ by token, their mean over
+    the sequence decides.
     """
     if limit is None:
         return torch.ones_like(new)
@@ -193,7 +195,7 @@ def off_policy_mask(
 
 
 def _masked(values: Tensor, mask: Tensor) -> Tensor:
-    """Return float64 values, 0 at prompts and padding: what is there reaches neither loss nor gradient."""
+    """Return values in float64, with 0 at prompts and padding, so that these affect neither loss nor gradient."""
     return values.double().where(mask.bool(), 0.0)
 
 
@@ -207,17 +209,16 @@ def _mask_logprobs(batch: MicroBatch) -> MicroBatch:
 def token_weights(
     generated_tokens: Sequence[int], in_loss: Sequence[bool], algorithm: AlgorithmConfig, max_response_tokens: int
 ) -> list[PerToken]:
-    """Return the weight of each generated token of the update's samples; 0 for a sample masked out of the loss.
+    """Return the loss weight of the generated tokens of each sample; 0 for a sample that is masked out of the loss.
 
-    Weights come from the lengths of the whole update, so the denominator is global before the first backward, whatever
-    the layout, micro-batch size or packing.
+    Weights come from the lengths of the whole update, so they are independent of layout, micro-batch size and packing.
 
     sequence_mean: mean over samples of the mean over tokens (DeepSeekMath, eq. 3).
-    token_mean: mean over all tokens that learn (TRL, verl; DAPO, eq. 8, with the update in place of each group).
+    token_mean: mean over all tokens that have a loss (TRL, verl; DAPO, eq. 8, over the update instead of each group).
     sequence_sum: mean over samples of the sum over tokens (LUSPO; RLOO).
     constant: sum over tokens / (samples x max_response_tokens) (Dr. GRPO).
-    decoupled: mean over samples of control_token_weight x first token + mean of the others (Thinkless, eq. 5).
-    A sample that is masked out of the loss counts as a sample, its tokens do not count as tokens, as in TRL.
+    decoupled: mean over samples of control_token_weight x first token + mean of the other tokens (Thinkless, eq. 5).
+    A masked sample counts in the number of samples; its tokens do not count in the number of tokens, as in TRL.
     """
     samples = len(generated_tokens)
     loss_tokens = sum(tokens for tokens, included in zip(generated_tokens, in_loss, strict=True) if included)
@@ -248,9 +249,9 @@ AdaptiveCoefs = Mapping[str, float]
 
 
 def current_coefficients(adaptive_coefs: AdaptiveCoefs, algorithm: AlgorithmConfig) -> LossCoefficients:
-    """Return the coefficients of the next update.
+    """Return the loss coefficients of the next update.
 
-    With an entropy target the bonus acts only while the entropy is not above it, as in TRL.
+    With an entropy target, the bonus is 0 while the last measured entropy is above the target, as in TRL.
     """
     entropy = adaptive_coefs.get("entropy", algorithm.entropy.coef)
     target = algorithm.entropy.target
@@ -262,10 +263,10 @@ def current_coefficients(adaptive_coefs: AdaptiveCoefs, algorithm: AlgorithmConf
 def update_adaptive_coefs(
     adaptive_coefs: AdaptiveCoefs, kl: float, entropy: float, algorithm: AlgorithmConfig
 ) -> dict[str, float]:
-    """Return the adaptive coefficients after an update that measured a mean KL and a mean entropy, nats per token.
+    """Return the adaptive coefficients after an update with mean KL `kl` and mean entropy `entropy`, nats per token.
 
     KL: coef x (1 + 0.1 clip(kl / target - 1, -0.2, 0.2)) (Ziegler et al., arXiv 1909.08593, section 2.2).
-    Entropy: up by ENTROPY_STEP at or below the target, down above it (Skywork-OR1, arXiv 2505.22312, section 4).
+    Entropy: + ENTROPY_STEP at or below the target, - ENTROPY_STEP above (Skywork-OR1, arXiv 2505.22312, section 4).
     """
     updated = dict(adaptive_coefs)
     if algorithm.kl.target is not None:
@@ -280,33 +281,33 @@ def update_adaptive_coefs(
 
 
 def should_early_stop(kl: float, limits: EarlyStopConfig) -> bool:
-    """Return whether the policy is too far from the one that the step's samples count as drawn from."""
-    return limits.max_kl is not None and not abs(kl) <= limits.max_kl  # `not <=`: NaN has drifted as well
+    """Return whether the KL between old and current policy exceeds the limit for the step's further updates."""
+    return limits.max_kl is not None and not abs(kl) <= limits.max_kl  # `not <=`: NaN stops, too
 
 
-SUPERVISED_SUMS = ("loss", "entropy", "tokens")  # of a micro-batch: its share of the loss; sums over the learned tokens
+SUPERVISED_SUMS = ("loss", "entropy", "tokens")  # of a micro-batch: share of the loss; sums over its tokens with a loss
 
 
 def token_mean_loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Return the share of a micro-batch in the update's loss, in nats, and SUPERVISED_SUMS [3] in float64.
+    """Return the micro-batch's share of the update's loss, in nats, and SUPERVISED_SUMS [3] in float64.
 
-    `logprobs`, `entropy`: [T] of each next token. `batch.loss_weights` hold the denominator, the learned tokens of the
-    whole update, on all ranks.
+    `logprobs`, `entropy`: [T], of the next tokens. `batch.loss_weights` contain the denominator: the number of tokens
+    with a loss in the whole update, on all ranks.
     """
     batch = batch.to(logprobs.device)
-    learned = batch.mask.bool()  # what is masked out may be infinite
+    learned = batch.mask.bool()  # logprobs that are masked out may be infinite
     loss = -(logprobs.where(learned, 0.0) * batch.loss_weights).sum()
     sums = torch.stack([loss.detach(), entropy.detach().where(learned, 0.0).sum().double(), learned.sum().double()])
     return loss.to(logprobs.dtype), sums
 
 
 def merge_sums(reports: Sequence[Tensor]) -> Tensor:
-    """Add the SUPERVISED_SUMS of micro-batches: float64 on the CPU, ready to be reduced over the job."""
+    """Add the SUPERVISED_SUMS of micro-batches, float64 on the CPU."""
     return (
         torch.stack(list(reports)).sum(0).cpu() if reports else torch.zeros(len(SUPERVISED_SUMS), dtype=torch.float64)
     )
 
 
 def supervised_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of an update from its reduced SUPERVISED_SUMS."""
+    """Compute the metrics of an update from its reduced SUPERVISED_SUMS."""
     return {"sft/loss": sums["loss"], "train/entropy": sums["entropy"] / max(sums["tokens"], 1.0)}

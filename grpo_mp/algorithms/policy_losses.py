@@ -1,4 +1,4 @@
-"""Losses of a response token before they are weighted: one function per published loss, [T] -> [T]."""
+"""Policy losses of response tokens before weighting: one function per published loss, [T] -> [T]."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from grpo_mp.algorithms.distillation_settings import DistillationConfig
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.utils.types import MicroBatch
 
-# Of a positive advantage, and of one that is not, as published.
+# Published constants: for a positive advantage, for a negative one.
 SAPO_TEMPERATURES = (1.0, 1.05)
 VESPO_K, VESPO_LAMBDA = (2.0, 3.0), (3.0, 2.0)
 Reduce = Callable[[Tensor], Tensor]  # sums a tensor over the ranks that hold parts of the same sequences
@@ -19,29 +19,29 @@ Reduce = Callable[[Tensor], Tensor]  # sums a tensor over the ranks that hold pa
 
 @dataclass(frozen=True)
 class Sequences:
-    """The response tokens of a micro-batch by sequence."""
+    """Maps the response tokens of a micro-batch to their sequences."""
 
-    index: Tensor  # int64 [T]; padding counts to the first sequence, with a mask of 0
+    index: Tensor  # int64 [T], sequence of each token; 0 for padding, where the mask is 0
     mask: Tensor  # float64 [T]
     count: int
     reduce: Reduce
 
     @staticmethod
     def from_batch(batch: MicroBatch, reduce: Reduce) -> "Sequences":
-        """Select the response tokens with a finite rollout logprob; the others are no part of their sequence."""
+        """Select the response tokens with a finite rollout logprob; other tokens belong to no sequence."""
         mask = batch.mask.double() * batch.rollout_logprobs.isfinite()
         return Sequences(batch.sequence_index.clamp(min=0), mask, max(1, len(batch.sample_ids)), reduce)
 
     def sums(self, values: Tensor) -> Tensor:
-        """Sum the response tokens of a sequence, at every one of its tokens: [T] -> [T].
+        """Return at each token the sum of the values over its sequence, [T] -> [T].
 
-        The gradient goes to every token of the sequence, on whatever rank it is.
+        The gradient flows to all tokens of the sequence, on every rank that holds some of them.
         """
         summed: Tensor = _SequenceSum.apply(values, self)
         return summed
 
     def means(self, values: Tensor) -> Tensor:
-        """Average the response tokens of a sequence, at every one of its tokens: [T] -> [T]."""
+        """Return at each token the mean of the values over its sequence, [T] -> [T]."""
         return self.sums(values) / self.sums(torch.ones_like(self.mask)).clamp(min=1)
 
     def _sum_and_broadcast(self, values: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class Sequences:
 
 
 class _SequenceSum(torch.autograd.Function):
-    """y_t = sum of x_u over the sequence of t, and back: dL/dx_u = sum of dL/dy_t over the same tokens."""
+    """y_t = sum of x_u over the sequence of t, with gradient dL/dx_u = sum of dL/dy_t over the same tokens."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, sequences: Sequences) -> Tensor:
@@ -66,23 +66,22 @@ class _SequenceSum(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class TokenTerms:
-    """What a policy loss is made of: of every token, [T] in float64. `new` and both log ratios carry the gradient."""
+    """Inputs of a policy loss, float64 [T] each. `new` and both log ratios carry the gradient."""
 
-    new: Tensor  # logprob
+    new: Tensor  # logprobs of the current policy
     token_log_ratio: Tensor  # new - old
     log_ratio: Tensor  # at the level that `algorithm.ratio` names
     advantages: Tensor
-    correction: Tensor  # importance weights old / rollout, limited
+    correction: Tensor  # rollout correction: importance weights old / rollout, limited
     sequences: Sequences
 
 
 class PolicyLoss(Protocol):
-    """Returns the loss of every token, [T] in float64, not yet weighted: minus what the token's objective adds.
+    """Computes the loss of each token before weighting, float64 [T].
 
-    `algorithm` is that section of the settings. The result is multiplied by
-    each token's correction for the rollout engine, unless the registry says that the loss applies it, and by the
-    weights of `algorithm.aggregation`; KL and entropy are added.
-    Prompts and padding have values too, which do not count.
+    `algorithm`: that section of the settings. The caller multiplies the result by the rollout correction, unless the
+    registry says that the loss applies it, and by the weights of `algorithm.aggregation`, and adds KL and entropy.
+    Values at prompts and padding are ignored.
     """
 
     def __call__(self, terms: TokenTerms, algorithm: AlgorithmConfig, /) -> Tensor:
@@ -92,8 +91,8 @@ class PolicyLoss(Protocol):
 def ppo_clip(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
     """Compute -min(r A, clip(r, 1 - low, 1 + high) A), [T] -> [T] (PPO, eq. 7; separate bounds: DAPO, eq. 8).
 
-    With `dual_clip` the unclipped r is at most that (two-sided clipping, INTELLECT-2, arXiv 2505.07291; for A < 0 the
-    dual clip of Ye et al., arXiv 1912.09729).
+    `dual_clip` limits the r of the first term from above (two-sided clipping, INTELLECT-2, arXiv 2505.07291; for A < 0
+    the dual clip of Ye et al., arXiv 1912.09729).
     """
     ratio, clip, advantages = terms.log_ratio.exp(), algorithm.clip, terms.advantages
     clipped = ratio.clamp(1 - clip.low, 1 + clip.high)
@@ -103,22 +102,25 @@ def ppo_clip(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
 
 
 def cispo(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
-    """Compute -sg(clip(r, 1 - low, 1 + high)) A log pi, [T] -> [T]: no token loses its gradient (MiniMax-M1, eq. 4)."""
+    """Compute -sg(clip(r, 1 - low, 1 + high)) A log pi, [T] -> [T], with sg = stop-gradient (MiniMax-M1, eq. 4).
+
+    Every token keeps its gradient.
+    """
     weight = terms.log_ratio.detach().exp().clamp(1 - algorithm.clip.low, 1 + algorithm.clip.high)
     return -weight * terms.advantages * terms.new
 
 
 def sapo(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
-    """Compute -sigmoid(tau (r - 1)) 4 / tau A, [T] -> [T], tau by the sign of A (SAPO, arXiv 2511.20347)."""
+    """Compute -sigmoid(tau (r - 1)) 4 / tau A, [T] -> [T], with tau by the sign of A (SAPO, arXiv 2511.20347)."""
     tau = torch.where(terms.advantages > 0, *SAPO_TEMPERATURES).double()
     return -torch.sigmoid(tau * (terms.log_ratio.exp() - 1)) * 4 / tau * terms.advantages
 
 
 def gmpo(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
-    """Compute -A x geometric mean over the sequence of the ratios, [T] -> [T]; each is clipped on its bad side.
+    """Compute -A x geometric mean of the sequence's clipped token ratios, [T] -> [T] (GMPO, eq. 4).
 
-    GMPO, eq. 4. The corrections for the engine are ratios, too: their geometric mean over the tokens that they do not
-    mask multiplies the sequence, as in verl.
+    Ratios are clipped only from above for A > 0, and only from below otherwise. As in verl, a sequence is also
+    multiplied by the geometric mean of its rollout corrections, over the tokens that these do not mask.
     """
     low = torch.tensor(1 - algorithm.clip.low, dtype=torch.float64).clamp(min=1e-300).log()
     high = torch.tensor(1 + algorithm.clip.high, dtype=torch.float64).log()
@@ -131,9 +133,9 @@ def gmpo(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
 
 
 def vespo(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
-    """Compute -phi(w) A log pi, [T] -> [T], phi(w) = w^k e^(lambda (1 - w)), w the ratio of the full sequence.
+    """Compute -phi(w) A log pi, [T] -> [T], with phi(w) = w^k e^(lambda (1 - w)) and w the ratio of the whole sequence.
 
-    VESPO, arXiv 2602.10693. As in TRL w is clamped to [1e-8, e^20], and the correction for the engine is part of it
+    VESPO, arXiv 2602.10693. As in TRL, w is clamped to [1e-8, e^20] and includes the rollout correction
     (registries.py).
     """
     low, high = torch.tensor(1e-8).log().item(), 20.0
@@ -153,12 +155,12 @@ def policy_gradient(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
     return -terms.log_ratio.exp() * terms.advantages
 
 
-LEAST_REST = 1e-7  # a rest of the teacher's probability below it is rounding error of its float32 logprobs
+LEAST_REST = 1e-7  # probability of the other tokens: less is rounding error of the teacher's float32 logprobs
 
 
 @dataclass(frozen=True)
 class TopkTerms:
-    """Of every token, [T] in float64: the divergence, with a gradient, and how much of either is in the k tokens."""
+    """Top-k distillation of each token, float64 [T]: divergence with gradient, and probability of the k tokens."""
 
     divergence: Tensor
     teacher_mass: Tensor
@@ -166,15 +168,16 @@ class TopkTerms:
 
 
 def topk_terms(batch: MicroBatch, distillation: DistillationConfig) -> TopkTerms | None:
-    """Compute the divergence in the place of each token from the policy's and the teacher's logprobs of k tokens.
+    """Compute the divergence of policy and teacher at each token, from their logprobs of the teacher's top k tokens.
 
-    Both distributions are taken over k + 1 buckets: the teacher's k most likely tokens, and all others together. That
-    is a function of the token, so by the data processing inequality (Cover and Thomas, Elements of Information Theory,
-    2006, section 2.8, and the log sum inequality, theorem 2.7.1) neither divergence is above that of the whole
-    vocabularies; it is 0 where the buckets agree, and no probability is renormalized. With p the policy, q the teacher:
+    Both distributions are over k + 1 buckets: the teacher's k most likely tokens, and all other tokens together.
+    Merging tokens cannot increase a divergence (data processing inequality: Cover and Thomas, Elements of Information
+    Theory, 2006, section 2.8; log sum inequality, theorem 2.7.1), so the result is at most the divergence over the
+    whole vocabulary. It is 0 if the buckets agree, and no probability is renormalized. With p the policy and q the
+    teacher:
 
     reverse: sum p log(p / q), forward: sum q log(q / p), mixed: their mean (NeMo-RL kl_type).
-    None where no teacher scored the micro-batch.
+    None if no teacher scored the micro-batch.
     """
     ids, teacher, policy = batch.teacher_topk_ids, batch.teacher_topk_logprobs, batch.topk_logprobs
     if ids is None or teacher is None or policy is None:

@@ -1,4 +1,4 @@
-"""The published algorithms by name: their parts, constants and sources. Data: no code branches on a preset."""
+"""Published algorithms by name, with settings and sources. Data only: no code branches on a preset."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +12,10 @@ SEQUENCE_CLIP: Tree = {"low": 3e-4, "high": 4e-4}
 
 @dataclass(frozen=True)
 class Preset:
-    """A published algorithm. `settings` are defaults under the user's own, section by section."""
+    """A published algorithm. `settings`: defaults, which the user's own settings override section by section."""
 
     source: str
-    use: str  # when to take it
+    use: str  # when to choose it
     settings: Tree
 
 
@@ -24,7 +24,7 @@ def _algorithm(source: str, use: str, **algorithm: Any) -> Preset:
 
 
 def _r1(stage: str, algorithm: Tree) -> Preset:
-    """Make a preset of R1: a new reference every 400 updates, which are 25 steps of 16."""
+    """Make a preset of R1: the reference is updated every 400 updates, which are 25 steps of 16 updates."""
     return Preset(
         f"DeepSeek-R1, Nature 645 (2025) and arXiv 2501.12948, {stage}",
         "You reproduce it, or train a policy of its size.",
@@ -176,7 +176,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def with_preset(tree: Tree) -> Tree:
-    """Merge the user's settings over those of the preset that they name; `algorithm: dapo` names one as well."""
+    """Merge the user's settings over the preset that they name; `algorithm: dapo` names a preset, too."""
     algorithm = tree.get("algorithm", {})
     if isinstance(algorithm, str):
         algorithm = {"preset": algorithm}
@@ -185,7 +185,7 @@ def with_preset(tree: Tree) -> Tree:
 
 
 def _merge(defaults: Tree, overrides: Tree) -> Tree:
-    """Merge two trees of settings; where both have a section, key by key."""
+    """Merge two trees of settings, recursively for sections in both."""
     sections = {
         key: _merge(defaults[key], overrides[key])
         for key in defaults.keys() & overrides.keys()

@@ -1,4 +1,4 @@
-"""Losses, advantage estimators, group filters and curricula by name, with what settings must know of them. No torch."""
+"""Registries of losses, advantage estimators, group filters and curricula, with their properties. Imports no torch."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,21 +10,21 @@ LOSS_MODULE, FILTER_MODULE = (f"grpo_mp.algorithms.{module}:" for module in ("po
 
 @dataclass(frozen=True)
 class PolicyLossEntry(LazyEntry):
-    """A policy loss, and what the checks of settings need of it."""
+    """A policy loss, and its properties that the checks of settings read."""
 
-    reads: tuple[str, ...] = ()  # sections of `algorithm`, which act on ratios other than 1 only
-    token_ratios: bool = False  # it is defined on the ratios of tokens, so `ratio` must be token
-    # Levels of the correction that it applies itself; by any other loss each token's own is multiplied.
+    reads: tuple[str, ...] = ()  # sections of `algorithm`, which matter only for ratios other than 1
+    token_ratios: bool = False  # defined on ratios of tokens, so `ratio` must be token
+    # Levels of the rollout correction that the loss applies itself; for (), the caller multiplies each token by it.
     applies_correction: tuple[Literal["token", "sequence"], ...] = ()
-    has_dual_clip: bool = False  # it limits ratios by `clip.dual_clip`
-    token_advantages: bool = True  # each token is weighted by its own; false: a sequence by their mean
+    has_dual_clip: bool = False  # limits ratios by `clip.dual_clip`
+    token_advantages: bool = True  # each token has its own advantage; False: a sequence has their mean
 
 
 @dataclass(frozen=True)
 class GroupFilterEntry(LazyEntry):
-    """A group filter of the registry."""
+    """A group filter, and its properties that the checks of settings read."""
 
-    needs_correctness: bool = False  # which answers are right, by reward.correct
+    needs_correctness: bool = False  # reads `is_correct`, so a reward term must decide it
 
 
 POLICY_LOSSES: Registry[Any] = Registry(
@@ -61,12 +61,12 @@ CURRICULA: Registry[Any] = Registry("curriculum", parameters=("samples", "step")
 
 
 def policy_loss_entry(name: str) -> PolicyLossEntry:
-    """Return what is known of a policy loss; of a user's own, nothing."""
+    """Return the registry's entry of a policy loss; an entry with default properties for a user's own."""
     entry = POLICY_LOSSES.built_in.get(name)
     return entry if isinstance(entry, PolicyLossEntry) else PolicyLossEntry(name)
 
 
 def needs_correctness(filter_name: str) -> bool:
-    """Return whether a group filter needs to know which answers are right; a user's own must see to it itself."""
+    """Return whether a group filter reads `is_correct`; False for a user's own, which must check that itself."""
     entry = GROUP_FILTERS.built_in.get(filter_name)
     return isinstance(entry, GroupFilterEntry) and entry.needs_correctness

@@ -246,8 +246,8 @@ class AlgorithmConfig(Section):
 def needs_old_logprobs(algorithm: AlgorithmConfig, updates: int) -> bool:
     """Return whether a step computes the policy's logprobs before the first of its `updates`.
 
-    With one update they are those of the update itself; with `old_logprobs: engine` the engine has returned them. The
-    entropy mask needs entropies, which no engine returns.
+    Several updates or a KL in the reward need them, unless `old_logprobs: engine` takes the engine's. The entropy mask
+    always needs this forward, because engines return no entropies.
     """
     if algorithm.entropy.top_quantile < 1:
         return True
@@ -256,7 +256,7 @@ def needs_old_logprobs(algorithm: AlgorithmConfig, updates: int) -> bool:
 
 
 def contradictions(algorithm: AlgorithmConfig) -> Iterator[str]:
-    """Yield a sentence for each combination of settings that cannot work, with the nearest choice that does."""
+    """Yield an error message for each combination of settings that cannot work, with the nearest choice that does."""
     kl, correction = algorithm.kl, algorithm.rollout_correction
     if kl.coef == 0 and (kl.target or kl.ref_update_every):
         yield "kl.target and kl.ref_update_every need a reference: set kl.coef above 0"

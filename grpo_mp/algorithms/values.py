@@ -1,4 +1,4 @@
-"""PPO's critic: generalized advantage estimation and the clipped value loss. Float64, pure functions on tensors."""
+"""PPO's critic: generalized advantage estimation and the clipped value loss, in float64."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -8,14 +8,14 @@ from torch import Tensor
 from grpo_mp.utils.types import MicroBatch
 
 ValueLoss = Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor]]
-LOSS_SUMS = ("value_loss", "vf_clipped", "tokens")  # of a micro-batch: its share of the loss; counts of tokens
-RETURN_SUMS = ("tokens", "values", "returns", "returns2", "errors", "errors2")  # of tokens that train; error: R - V
+LOSS_SUMS = ("value_loss", "vf_clipped", "tokens")  # of a micro-batch: share of the loss; counts of tokens
+RETURN_SUMS = ("tokens", "values", "returns", "returns2", "errors", "errors2")  # over tokens with a loss; error: R - V
 
 
 def discounted_sums(values: Tensor, discount: float) -> Tensor:
     """Return at each t the sum over l of discount^l x values[t + l], [T] -> [T], in log2(T) operations."""
     sums, step = values.clone(), 1
-    while step < len(sums):  # now they are of `step` terms each
+    while step < len(sums):  # each sum has `step` terms now
         ahead = torch.zeros_like(sums)
         ahead[:-step] = sums[step:]
         sums, step = sums + discount**step * ahead, 2 * step
@@ -26,7 +26,7 @@ def generalized_advantages(rewards: Tensor, values: Tensor, gamma: float, lam: f
     """Return the advantage of each token of one response, [T], by generalized advantage estimation.
 
     A_t = sum over l of (gamma lambda)^l delta_{t+l}, delta_t = r_t + gamma V(s_{t+1}) - V(s_t), with V = 0 after the
-    last token (Schulman et al., arXiv 1506.02438, eq. 11, 12 and 16). `values` [T]: of the state before each token.
+    last token (Schulman et al., arXiv 1506.02438, eq. 11, 12 and 16). `values` [T]: V of the state before each token.
     """
     rewards, values = rewards.double(), values.double()
     following = torch.cat([values[1:], values.new_zeros(min(1, len(values)))])
@@ -34,11 +34,10 @@ def generalized_advantages(rewards: Tensor, values: Tensor, gamma: float, lam: f
 
 
 def make_value_loss(cliprange_value: float) -> ValueLoss:
-    """Return the loss of a micro-batch's values [T]: its share of the update's loss, and LOSS_SUMS [3] in float64.
+    """Return the function of a micro-batch's values [T] that returns its share of the update's loss, and LOSS_SUMS [3].
 
-    Of a token: half of the larger of (V - R)^2 and (clip(V, V_old - c, V_old + c) - R)^2, with c `cliprange_value`
-    (PPO as in OpenAI's baselines; TRL cliprange_value, verl critic.cliprange_value). Tokens are weighted as in the
-    policy's loss.
+    Loss of a token: max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2, with c = `cliprange_value` (PPO as in
+    OpenAI's baselines; TRL cliprange_value, verl critic.cliprange_value). Tokens have the weights of the policy loss.
     """
 
     def loss(values: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -46,7 +45,7 @@ def make_value_loss(cliprange_value: float) -> ValueLoss:
         if batch.values is None or batch.returns is None:
             raise ValueError("the micro-batch has no values of the old critic: compute them before the update")
         learned = batch.in_loss
-        # What is elsewhere reaches neither loss nor gradient.
+        # Values at other tokens affect neither loss nor gradient.
         new, old, returns = (one.double().where(learned, 0.0) for one in (values, batch.values, batch.returns))
         clipped = new.clamp(old - cliprange_value, old + cliprange_value)
         squared, squared_clipped = (new - returns).square(), (clipped - returns).square()
@@ -59,7 +58,7 @@ def make_value_loss(cliprange_value: float) -> ValueLoss:
 
 
 def return_sums(batches: Sequence[MicroBatch]) -> Tensor:
-    """Return RETURN_SUMS [6] in float64 on the CPU over micro-batches that have values and returns."""
+    """Return RETURN_SUMS [6] over the micro-batches that have values and returns, float64 on the CPU."""
     sums = torch.zeros(len(RETURN_SUMS), dtype=torch.float64)
     for batch in batches:
         if batch.values is not None and batch.returns is not None:
@@ -72,9 +71,9 @@ def return_sums(batches: Sequence[MicroBatch]) -> Tensor:
 
 
 def value_metrics(losses: Mapping[str, float], sums: Mapping[str, float]) -> dict[str, float]:
-    """Return the critic's metrics of a step from LOSS_SUMS over its updates' mean and RETURN_SUMS over the job. Pure.
+    """Compute the critic's metrics of a step. `losses`: LOSS_SUMS, mean over updates; `sums`: RETURN_SUMS of the job.
 
-    The explained variance is 1 - Var(R - V) / Var(R); 0 where the returns do not differ.
+    The explained variance is 1 - Var(R - V) / Var(R); 0 if all returns are equal.
     """
     count = max(sums["tokens"], 1.0)
     variance = sums["returns2"] / count - (sums["returns"] / count) ** 2
