@@ -40,7 +40,7 @@ class TrainState:
     groups_launched: int = 0
     skipped_until: Mapping[int, int] = field(default_factory=dict)  # prompt index -> step until which it is skipped
     solve_rates: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # prompt index -> its last solve rates
-    adaptive_coefs: dict[str, float] = field(default_factory=dict)  # current values of adaptive weights
+    adaptive_coefs: dict[str, float] = field(default_factory=dict)  # current values of adaptive coefficients
     reference_updated: bool = False  # True: the reference model changed, and the checkpoint has its weights
     skipped_in_a_row: int = 0  # number of latest updates that were skipped: the gradient was not finite or too large
     critic_skipped_in_a_row: int = 0  # skipped_in_a_row of the critic

@@ -1,7 +1,7 @@
 """Find the settings that differ between a run and an attempt to resume it.
 
-Paths of models are equal if the models' contents are equal. RUN/inputs.json has the digests of these models, and the
-date that chat templates insert into prompts.
+Two model paths count as equal if the contents of the models are equal. RUN/inputs.json has the digests of the models,
+and the date that chat templates insert into prompts.
 """
 
 import os

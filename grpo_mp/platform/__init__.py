@@ -35,7 +35,10 @@ def compute_capability() -> float | None:
 
 
 def prepare() -> None:
-    """Make megatron-core importable on this machine, before Megatron is imported. Further calls have no effect."""
+    """Set environment variables for CUDA libraries and, on a CPU, install the import hook for Megatron.
+
+    It must be called before Megatron is imported. Further calls have no effect.
+    """
     # With one hardware queue, kernels start in launch order: Megatron relies on that to start communication first.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     # Otherwise TransformerEngine's context parallelism creates a communicator for each pair of ranks.

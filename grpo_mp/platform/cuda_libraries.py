@@ -23,7 +23,7 @@ def runtime_folder(name: str = "libcudart.so.13") -> Path | None:
 
 
 def library_path(folder: Path | None, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable LD_LIBRARY_PATH with `folder` first; {} without a folder.
+    """Return a dictionary with LD_LIBRARY_PATH, `folder` first; {} without a folder.
 
     SGLang preloads torch_memory_saver into its schedulers. That library needs libcudart, but does not search pip's
     folders for it.

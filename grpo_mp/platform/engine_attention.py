@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 MAX_SCORES = 2**24  # largest number of attention scores in memory at a time
-ALIGNMENT = 16  # keys are padded to a multiple [tokens], because the order of other sums depends on their length
+ALIGNMENT = 16  # numbers of keys are padded to multiples: torch sums the rest of a vector in another order
 
 
 def paged_attention(

@@ -103,7 +103,10 @@ def _rotated(value: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _get_rope_cpu(original: Callable[..., Any], *args: Any) -> Any:
-    """Replace SGLang's rotary factory for CPUs, which requires yarn for latent attention, for models without yarn."""
+    """Replace SGLang's rotary factory for CPUs by its general one if the model has no yarn.
+
+    The factory for CPUs would fail, because for latent attention it requires yarn.
+    """
     if args[5] is not None:
         return original(*args)
     from sglang.srt.layers.rotary_embedding.factory import get_rope

@@ -160,7 +160,7 @@ def check_requirements(environment: Mapping[str, str], load: Callable[[str], obj
 
 
 def check_free(device: int, free_bytes: int, total_bytes: int) -> None:
-    """Refuse a GPU of whose memory other processes use more than MAX_USED_SHARE."""
+    """Refuse a GPU if other processes use more than MAX_USED_SHARE of its memory."""
     used_bytes = total_bytes - free_bytes
     if used_bytes > MAX_USED_SHARE * total_bytes:
         raise UserError(

@@ -1,7 +1,7 @@
 """CPU modules with TransformerEngine's interface and parameter names.
 
-So a model built from Megatron's TransformerEngine spec has the same parameter names on a CPU as on a GPU, such as
-`linear_qkv.layer_norm_weight` and `experts.linear_fc1.weight3`, and checkpoints and the parameter mapping fit both.
+A model built from Megatron's TransformerEngine spec therefore has the same parameter names on a CPU as on a GPU, such
+as `linear_qkv.layer_norm_weight` and `experts.linear_fc1.weight3`. Checkpoints and the parameter mapping fit both.
 Import megatron.core first, which loads this module (see megatron_patches).
 """
 
@@ -152,7 +152,7 @@ def grouped_matmul(x: Tensor, splits: list[int], weights: Sequence[Tensor]) -> T
 
 
 class GroupedLinear(torch.nn.Module):
-    """One linear layer per local expert, with parameters `weight0`, `weight1`, ... and without communication.
+    """One linear layer per local expert, with parameters `weight0`, `weight1`, ...; the MoE layer communicates.
 
     `partition_dim`: axis of the weights [out, in] that expert-tensor parallelism shards.
     """

@@ -1,6 +1,6 @@
-"""The policy: a Megatron-Core model in any layout, its logprobs, its optimizer, its reference and checkpoints.
+"""The policy: a Megatron-Core model in any layout, with logprobs, optimizer, reference model and checkpoints.
 
-Importing this package prepares the platform, so that Megatron may be imported by its modules on any machine.
+Importing this package calls `platform.prepare`, so that its modules can import Megatron on machines without a GPU, too.
 """
 
 from grpo_mp import platform

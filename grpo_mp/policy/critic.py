@@ -41,8 +41,8 @@ class Critic(TrainedModel):
     def __init__(self, settings: Settings, parallel: Parallel, load_weights: bool = True) -> None:
         """Build the model and load this rank's shards from critic.path, or from model.path if that is not set.
 
-        The value head is zero if the folder has none, as a language model's. `load_weights=False` sets all weights to
-        zero, for a checkpoint to be loaded later.
+        The value head is zero if the folder has none, such as that of a language model. `load_weights=False` sets all
+        weights to zero, for a checkpoint to be loaded later.
         """
         settings = settings.for_critic()
         hf = critic_config(settings.model.read_config())

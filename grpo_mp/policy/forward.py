@@ -13,7 +13,7 @@ from grpo_mp.policy.routing_replay import RoutingReplay
 from grpo_mp.policy.shared_prompt_attention import packed_sequences, shared_prompt_params
 from grpo_mp.utils.types import MicroBatch, copy_to
 
-# Both return the loss and a report. The first gets logprobs [T] and entropies [T], the second the last stage's output.
+# LossFunction gets logprobs [T] and entropies [T], OutputLoss the last stage's output. Both return a loss and a report.
 LossFunction = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, Any]]
 OutputLoss = Callable[[Tensor, MicroBatch], tuple[Tensor, Any]]
 

@@ -240,7 +240,8 @@ class _AddGrouped:
     def _whole(self, factors: Factors, kind: str, tensors: list[Tensor]) -> list[Tensor]:
         """Return the tensors; if replicated, their gradients are summed over the expert-tensor-parallel ranks.
 
-        These ranks have the same tokens and the other factor's shards, so each has a part of the gradient.
+        All these ranks process the same tokens, but each has only a shard of the other factor, so each computes a part
+        of the gradient.
         """
         divided = factors.param.tp_dim == (1 if kind == A else 0)
         if self.config.expert_tensor_parallel_size == 1 or divided:

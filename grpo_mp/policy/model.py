@@ -42,7 +42,6 @@ class PolicyModel(GPTModel):
     logprobs of row 1 are appended as the last output row; their gradient reaches only that layer.
     Labels [2 + k, T]: the other rows have k alternatives to the next token. After the first two output rows follow
     k + 1 rows: the logprobs of the alternatives, and of all remaining tokens together (see `token_logprobs`).
-    Without labels the output is the logits.
     """
 
     head: Head

@@ -115,7 +115,7 @@ class RoutingReplay:
     def take_counts(self) -> tuple[int, int]:
         """Return and reset two counts: replayed experts that the router would not have chosen, and all replayed ones.
 
-        Only training passes count. The router's own choice is that after the layers below it replayed their experts.
+        Only training passes count. The router's own choice is that with the replayed experts of the layers below.
         """
         differing = sum(int(replay.differing) for replay in self._replays)
         replayed = sum(replay.replayed for replay in self._replays)
