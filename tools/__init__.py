@@ -1,1 +1,1 @@
-"""Commands of a checkout: tiny models and tasks, and the generated pages."""
+"""Commands for developers with a checkout: smoke test, tiny models and tasks, generated pages."""

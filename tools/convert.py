@@ -1,4 +1,4 @@
-"""`python tools/convert.py ...` is `grpo-mp convert ...`."""
+"""Alias: `python tools/convert.py ...` runs `grpo-mp convert ...`."""
 
 import sys
 

@@ -1,10 +1,10 @@
-"""Try the whole loop with random models, on this machine or the nodes of a Slurm allocation: twenty minutes on GPUs.
+"""Test the whole training loop with random models, on this machine or in a Slurm allocation; 20 minutes on GPUs.
 
     python -m tools.smoke [--ranks N] [--out runs/smoke] [--only NAME ...]
 
-Checks the machine, trains a Qwen3 mixture and a DeepSeek-V3 for three steps in each schedule, kills a run and resumes
-it, exports it, and measures the rates that plans assume. Prints a line of each check, and writes OUT/cluster.yaml for
-`grpo-mp plan --cluster OUT/cluster.yaml`. The status is 1 if a check failed.
+Checks the machine, trains a Qwen3 MoE and a DeepSeek-V3 for three steps with each schedule, kills and resumes a run,
+checks the exported model, and measures the rates that plans assume. Prints one line per check, and writes
+OUT/cluster.yaml for `grpo-mp plan --cluster OUT/cluster.yaml`. The exit status is 1 if a check failed.
 """
 
 import json
@@ -34,7 +34,7 @@ from tools.tiny.models import make_tiny, make_tokenizer
 STEPS = 3
 JOB_LIMIT_S = 1800.0
 CONFIG = Path("configs/tiny_moe.yaml")
-# Qwen3-30B's and DeepSeek-V3's layers, with fewer of them and of experts: 1.3 and 1.6 billion parameters.
+# Shapes of Qwen3-30B and DeepSeek-V3 with fewer layers and experts: 1.3 and 1.6 billion parameters.
 GPU_SHAPES: Mapping[str, Mapping[str, Any]] = {
     "qwen3_moe": {
         "hidden_size": 2048,
@@ -71,18 +71,18 @@ GPU_SHAPES: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the checks run. `ranks`: of all nodes; `folder`: what they write."""
+    """Machine of the checks. `ranks`: number of ranks on all nodes; `folder`: output of the checks."""
 
     ranks: int
     folder: Path
 
     @property
     def on_slurm(self) -> bool:
-        """Return whether ranks are started by srun, on all nodes of the allocation."""
+        """Return whether srun starts the ranks, on all nodes of the allocation."""
         return int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) > 1
 
     def train_command(self, name: str, settings: Sequence[str]) -> list[str]:
-        """Return the command that trains with these settings."""
+        """Return the command that trains with the given settings. `name`: name of the run."""
         if not self.on_slurm:
             return [sys.executable, "-m", "grpo_mp", "train", str(CONFIG), "--ranks", str(self.ranks), *settings]
         nodes = int(os.environ["SLURM_JOB_NUM_NODES"])
@@ -95,7 +95,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Check:
-    """One row of the table. `run` returns what was measured, and raises UserError with what to do."""
+    """A check. `run` returns the measured values as text, or raises UserError with advice."""
 
     name: str
     run: Callable[[], str]
@@ -116,7 +116,7 @@ def main() -> None:
 
 
 def run_checks(checks: Sequence[Check]) -> list[str]:
-    """Run all checks and print a line of each; return the names of those that failed."""
+    """Run the checks and print one line for each; return the names of the failed checks."""
     failed = []
     for check in checks:
         started = time.monotonic()
@@ -131,7 +131,7 @@ def run_checks(checks: Sequence[Check]) -> list[str]:
 
 
 def list_checks(machine: Machine) -> list[Check]:
-    """Return the checks of this machine, in their order."""
+    """Return all checks for this machine, in order of execution."""
     model = {family: f"model.path={machine.folder / family}" for family in GPU_SHAPES}
     checks = [
         Check("machine", partial(check_machine, machine)),
@@ -149,7 +149,7 @@ def list_checks(machine: Machine) -> list[Check]:
 
 
 def job_settings(ranks: int) -> dict[str, list[str]]:
-    """Return the settings of each job: every schedule, and on GPUs with FP8 an engine that computes in it."""
+    """Return the settings of the training jobs by name: every schedule, and an FP8 engine on GPUs that support FP8."""
     expert = math.gcd(ranks, 8)
     jobs = {
         "colocated": [f"layout.expert={expert}"],
@@ -171,7 +171,7 @@ def check_machine(machine: Machine) -> str:
 
 
 def make_models(folder: Path) -> str:
-    """Make both models and their data, where they are not there."""
+    """Write the data, and make those of both models that do not exist yet."""
     train, held_out = make_problems(2000, 64, seed=0, largest=29, kinds=("add",))
     write_jsonl(train, folder / "train.jsonl")
     write_jsonl(held_out, folder / "eval.jsonl")
@@ -183,7 +183,7 @@ def make_models(folder: Path) -> str:
 
 
 def common_settings(machine: Machine, name: str, steps: int) -> list[str]:
-    """Return the settings that all jobs share."""
+    """Return the settings that all training jobs share."""
     folder = machine.folder
     return [
         f"run.folder={folder / name}",
@@ -197,14 +197,14 @@ def common_settings(machine: Machine, name: str, steps: int) -> list[str]:
 
 
 def train(machine: Machine, name: str, settings: Sequence[str]) -> str:
-    """Train for a few steps; return how far engine and policy are apart, and the time of a step."""
+    """Train for a few steps; return the summary of the run."""
     arguments = [*common_settings(machine, name, STEPS), *settings]
     run_command(machine.train_command(name, arguments), machine.folder / f"{name}.log")
     return summarize(read_metrics(machine.folder / name), STEPS)
 
 
 def kill_and_resume(machine: Machine, settings: Sequence[str]) -> str:
-    """Kill a run after its second step, start it again, and count its steps."""
+    """Kill a run after its second step and start it again; check that no step is missing."""
     arguments = [*common_settings(machine, "kill", 2 * STEPS), f"layout.expert={math.gcd(machine.ranks, 8)}", *settings]
     command, log = machine.train_command("kill", arguments), machine.folder / "kill.log"
     run = machine.folder / "kill"
@@ -220,7 +220,7 @@ def kill_and_resume(machine: Machine, settings: Sequence[str]) -> str:
 
 
 def describe_export(folder: Path) -> str:
-    """Read the exported policy back as a Hugging Face folder."""
+    """Check that the exported policy can be read as a Hugging Face folder; return its path."""
     run_command(
         [sys.executable, "-m", "grpo_mp", "convert", "check", str(folder), str(folder)], folder.parent / "export.log"
     )
@@ -228,7 +228,7 @@ def describe_export(folder: Path) -> str:
 
 
 def write_rates(machine: Machine) -> str:
-    """Measure the rates of this machine and write them as a cluster profile."""
+    """Measure the rates of this machine and write a cluster profile; return its path and the main rates."""
     device = torch.cuda.get_device_name() if platform.on_cuda() else "cpu"
     shipped = yaml.safe_load(PROFILES.read_text(encoding="utf-8"))
     profile = shipped[cluster_of(device) or "h100-80"] | measure_rates(machine.folder)
@@ -239,7 +239,10 @@ def write_rates(machine: Machine) -> str:
 
 
 def summarize(lines: Sequence[Mapping[str, float]], steps: int) -> str:
-    """Return the last step's agreement of engine and policy, and its speed. Step 0 is the first evaluation's."""
+    """Return the last step's difference between engine and policy and its speed; check that no step is missing.
+
+    Step 0 is the first evaluation.
+    """
     done = [int(line["step"]) for line in lines]
     if sorted({*done}) != [*range(steps + 1)]:
         raise UserError(f"metrics.jsonl has the steps {done}, not 0 to {steps}: see the log beside the run")
@@ -251,13 +254,13 @@ def summarize(lines: Sequence[Mapping[str, float]], steps: int) -> str:
 
 
 def read_metrics(run: Path) -> list[dict[str, float]]:
-    """Return the complete lines of a run's metrics."""
+    """Return the complete lines of a run's metrics.jsonl."""
     file = run / "metrics.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines(True) if line[-1] == "\n"] if file.exists() else []
 
 
 def run_command(command: Sequence[str], log: Path) -> None:
-    """Run a command with its output in `log`. Raises UserError with its last error."""
+    """Run a command and append its output to `log`. Raises UserError with the last error if the command fails."""
     with start(command, log) as job:
         try:
             status = job.wait(JOB_LIMIT_S)
@@ -269,7 +272,7 @@ def run_command(command: Sequence[str], log: Path) -> None:
 
 
 def start(command: Sequence[str], log: Path) -> "subprocess.Popen[bytes]":
-    """Start a command in a process group of its own."""
+    """Start a command in its own process group and append its output to `log`."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
         environment = {**os.environ, "COLUMNS": "200"}
@@ -277,7 +280,7 @@ def start(command: Sequence[str], log: Path) -> "subprocess.Popen[bytes]":
 
 
 def last_error(log: Path) -> str:
-    """Return the last line of a log that reports an error."""
+    """Return the last line of a log that reports an error, or else the last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if line.lower().startswith(("error", "srun: error"))]
     return next(iter([*errors[-1:], *lines[-1:]]), "no output")

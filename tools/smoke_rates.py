@@ -13,11 +13,11 @@ from grpo_mp.doctor.machine import run_exchange
 from grpo_mp.utils.phases import GIB
 
 GB = 1e9
-LINK_SHARE = 0.70  # of a link's peak rate that profiles state as achievable
+LINK_SHARE = 0.70  # achievable share of a link's peak rate, as in the shipped cluster profiles
 
 
 def measure_rates(folder: Path) -> dict[str, float]:
-    """Return values of a cluster profile by name; rates of links are peaks, of which LINK_SHARE was measured."""
+    """Return values of a cluster profile by name. nvlink_gb_s is the peak: the measured rate / LINK_SHARE."""
     on_cuda = platform.on_cuda()
     size = 8192 if on_cuda else 512
     rates = {
@@ -38,28 +38,28 @@ def measure_rates(folder: Path) -> dict[str, float]:
 
 
 def matmul_tflops(size: int) -> float:
-    """Return the rate of a square matrix product in bfloat16, or float32 on a CPU."""
+    """Return the TFLOP/s of a product of square matrices in bfloat16, or in float32 on a CPU."""
     dtype = torch.bfloat16 if platform.on_cuda() else torch.float32
     one, other = (torch.randn(size, size, device=platform.device(), dtype=dtype) for _ in range(2))
     return 2 * size**3 / seconds_of(lambda: one @ other) / 1e12
 
 
 def copy_rate(nbytes: int) -> float:
-    """Return bytes read and written per second while memory is copied on the device."""
+    """Return the bytes read plus written per second of a copy within device memory."""
     source = torch.empty(nbytes, dtype=torch.uint8, device=platform.device())
     target = torch.empty_like(source)
     return 2 * nbytes / seconds_of(lambda: target.copy_(source))
 
 
 def host_copy_rate(pinned: bool, nbytes: int = 1 << 30) -> float:
-    """Return bytes per second from host to device."""
+    """Return the bytes per second of a copy from host to device."""
     source = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
     target = torch.empty_like(source, device=platform.device())
     return nbytes / seconds_of(lambda: target.copy_(source, non_blocking=True))
 
 
 def disk_rate(folder: Path, nbytes: int) -> float:
-    """Return bytes written per second, with fsync."""
+    """Return the bytes written to disk per second, including fsync."""
     file, block = folder / "disk_rate.bin", os.urandom(1 << 20)
     started = time.monotonic()
     with file.open("wb") as out:
@@ -72,7 +72,7 @@ def disk_rate(folder: Path, nbytes: int) -> float:
 
 
 def seconds_of(compute: Callable[[], object], runs: int = 5) -> float:
-    """Return the shortest time of several runs, after one to warm up."""
+    """Return the shortest duration of `runs` calls after a warm-up call."""
     times = []
     for _ in range(runs + 1):
         started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Write tables that follow from the code into pages, between marks: `python -m tools.write_pages`."""
+"""Generate tables from the code and write them between the marks of Markdown pages: `python -m tools.write_pages`."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -42,7 +42,7 @@ LIMITS = ((Gt, "gt", ">"), (Ge, "ge", ">="), (Lt, "lt", "<"), (Le, "le", "<="))
 
 
 def fill(page: str, **parts: str) -> str:
-    """Return the text of a page with each part between its marks, `<!-- begin NAME -->` and `<!-- end NAME -->`."""
+    """Return the text of a page with each part inserted between `<!-- begin NAME -->` and `<!-- end NAME -->`."""
     text = (ROOT / page).read_text(encoding="utf-8")
     for name, part in parts.items():
         begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
@@ -53,7 +53,7 @@ def fill(page: str, **parts: str) -> str:
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a table whose every line has its end."""
+    """Return a Markdown table; every line ends with a newline."""
     head = tuple(head)
     return _line(head) + "|" + "---|" * len(head) + "\n" + "".join(map(_line, rows))
 
@@ -63,7 +63,7 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def algorithms_page() -> str:
-    """Return the page of the presets and group sizes."""
+    """Return the README of the algorithms with its tables of presets and group sizes."""
     presets = (
         (f"`{name}`", preset.source, ", ".join(_constants(preset.settings)) or "the defaults")
         for name, preset in PRESETS.items()
@@ -77,7 +77,11 @@ def algorithms_page() -> str:
 
 
 def _group_sizes() -> str:
-    """Return the table of group sizes with the computed shares of informative groups."""
+    """Return the table of group sizes G with the expected share of informative groups.
+
+    A group is informative if it has right and wrong answers: 1 - p^G - (1 - p)^G for the solve rate p. The column
+    "variance" is G / (G - 1).
+    """
     chances = [f"p = {p:g}" for p in CHANCES]
     rows = (
         (str(size), *(f"{1 - p**size - (1 - p) ** size:.0%}" for p in CHANCES), f"{size / (size - 1):.2f}", f"{use}.")
@@ -87,7 +91,7 @@ def _group_sizes() -> str:
 
 
 def _constants(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield `section.key=value` for every leaf of the tree."""
+    """Yield `section.key=value` for every leaf of a tree of settings."""
     for key, value in tree.items():
         name = f"{prefix}.{key}" if prefix else key
         if isinstance(value, dict):
@@ -98,7 +102,7 @@ def _constants(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def metrics_page() -> str:
-    """Return the page of the metrics."""
+    """Return the README of the monitor with its tables of metrics and rules."""
     groups = dict.fromkeys(metric.group for metric in TABLE)
     tables = (
         f"### {group}/\n\n{table(METRIC_COLUMNS, [_metric_cells(metric) for metric in TABLE if metric.group == group])}"
@@ -119,7 +123,7 @@ def _metric_cells(metric: Metric) -> tuple[str, ...]:
 
 
 def settings_page() -> str:
-    """Return the page of the settings."""
+    """Return the README of the configs with its tables of settings."""
     of_rl = list(nested_sections(Settings))
     shared = [section for _, section in of_rl]
     own = [(path, section) for path, section in nested_sections(SftSettings) if section not in shared]
@@ -131,7 +135,7 @@ def settings_page() -> str:
 
 
 def coming_from_page() -> str:
-    """Return the page that translates the settings of other trainers."""
+    """Return the page that maps the settings of other trainers to the settings of this package."""
     tables = {}
     for title, rows in read_tables().items():
         shown = [name for name in TRAINERS if any(name in row for row in rows)]
@@ -156,7 +160,7 @@ def _setting_cells(name: str, field: FieldInfo) -> tuple[str, ...]:
 
 
 def _type(annotation: Any) -> str:
-    """Name a type in words: choices by their values, sections as such."""
+    """Describe the type of a setting in words; a Literal by its values, a section as "section"."""
     items = get_args(annotation)
     if get_origin(annotation) is Literal:
         return ", ".join(f"`{item}`" for item in items)

@@ -1,1 +1,1 @@
-"""Tiny models, their tasks and the quickstart's cold start: `python -m tools.tiny.make` makes them."""
+"""Tiny models, their tasks, and the cold start of the quickstart; `python -m tools.tiny.make` makes them."""

@@ -1,4 +1,4 @@
-"""Seeded arithmetic word problems in GSM8K's format: a task that a tiny policy can learn and nobody has memorized."""
+"""Seeded arithmetic word problems in GSM8K's format: a task that a tiny policy can learn and no model has memorized."""
 
 import hashlib
 import json
@@ -31,12 +31,12 @@ TEMPLATES = {
     ),
 }
 SMALLEST_OPERAND = 2
-MOST_DRAWS_IN_VAIN = 100_000  # in a row, until the operands count as used up
+MOST_DRAWS_IN_VAIN = 100_000  # consecutive draws without a new problem until the operands count as used up
 
 
 @dataclass(frozen=True)
 class Slip:
-    """An error in a worked answer: the result of column number `step` is off by `by`."""
+    """An error in a worked answer: the result of column `step` (from 0, the rightmost) is off by `by`."""
 
     step: int
     by: int
@@ -44,7 +44,7 @@ class Slip:
 
 @dataclass(frozen=True)
 class Problem:
-    """One question; its kind and operands determine the worked answer."""
+    """A question. Its kind and operands determine the worked answer."""
 
     question: str
     kind: str
@@ -57,7 +57,7 @@ class Problem:
 
     @property
     def answer(self) -> str:
-        """Return the answer column as in GSM8K: worked reasoning, then the result."""
+        """Return the answer in GSM8K's format: the working, then the result after '####'."""
         working, result = solve(self.kind, self.operands)
         return f"{working}\n#### {result}"
 
@@ -65,10 +65,10 @@ class Problem:
 def make_problems(
     count_train: int, count_eval: int, seed: int, largest: int, kinds: tuple[str, ...] = ("add", "subtract")
 ) -> tuple[list[Problem], list[Problem]]:
-    """Make problems over operands 2 .. `largest`, all with different questions; kinds: add, subtract, two_steps.
+    """Make train and eval problems with different questions and operands 2 .. `largest`.
 
-    Train and eval share no operands, in whatever order and template: each set of operands belongs to one split.
-    Raises UserError for an unknown kind, and where the range does not give so many problems.
+    `kinds`: of add, subtract, two_steps. A set of operands, in any order, belongs to only one split. Raises UserError
+    for an unknown kind, or if the operands do not allow so many problems.
     """
     if unknown := set(kinds) - set(TEMPLATES):
         raise UserError(f"unknown kind of problem {sorted(unknown)}: choose from {', '.join(TEMPLATES)}")
@@ -95,20 +95,20 @@ def make_problems(
 
 
 def worked_response(problem: Problem, slip: Slip | None = None) -> str:
-    r"""Write the response of a supervised example: '8+4=12 1+3+1=5 \boxed{52}'; with `slip` a wrong one."""
+    r"""Return the response of a supervised example: '8+4=12 1+3+1=5 \boxed{52}'; with `slip`, a wrong response."""
     working, result = solve(problem.kind, problem.operands, slip)
     return f"{working} \\boxed{{{result}}}"
 
 
 def draw_slip(rng: random.Random, share: float) -> Slip | None:
-    """Draw a slip in `share` of the cases."""
+    """Return a random slip with probability `share`, else None."""
     if rng.random() >= share:
         return None
     return Slip(rng.randrange(2), rng.choice((-2, -1, 1, 2)))
 
 
 def solve(kind: str, operands: tuple[int, ...], slip: Slip | None = None) -> tuple[str, int]:
-    """Return the working, column by column, and the result that its digits spell."""
+    """Return the working, column by column, and the result that follows from it."""
     a, b = operands[:2]
     if kind == "add":
         return add_columns(a, b, slip)
@@ -120,26 +120,26 @@ def solve(kind: str, operands: tuple[int, ...], slip: Slip | None = None) -> tup
 
 
 def write_jsonl(problems: Iterable[Problem], path: Path) -> None:
-    """Write one {"question", "answer"} object per line, atomically."""
+    """Write each problem as a line {"question": ..., "answer": ...}, atomically."""
     write_rows(({"question": problem.question, "answer": problem.answer} for problem in problems), path)
 
 
 def write_rows(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
-    """Write one object per line, atomically."""
+    """Write each row as a line of JSON, atomically."""
     write_atomically(path, "".join(f"{json.dumps(row)}\n" for row in rows))
 
 
 def vocabulary_words() -> tuple[str, ...]:
-    """List every word that a question can hold, sorted: the tokenizer has a token for each."""
+    """Return all words that occur in questions, sorted. The tokenizer has a token for each word."""
     texts = [re.sub(r"\{\w+\}", "", text) for group in TEMPLATES.values() for text in group]
     return tuple(sorted({word for text in (*texts, *NAMES, *OBJECTS) for word in re.findall(r"[A-Za-z]+", text)}))
 
 
 def add_columns(a: int, b: int, slip: Slip | None = None) -> tuple[str, int]:
-    """Add digit by digit from the right, with carries: 18 + 34 is '8+4=12 1+3+1=5', 52."""
+    """Add digit by digit from the right, with carries; return working and result: '8+4=12 1+3+1=5', 52 for 18 + 34."""
     steps, carry, result = [], 0, 0
     for place, (x, y) in enumerate(_digit_pairs(a, b)):
-        total = min(19, abs(x + y + carry + _slip_offset(slip, place)))  # more than a carry of one is no column sum
+        total = min(19, abs(x + y + carry + _slip_offset(slip, place)))  # a column sum is at most 19: 9 + 9 + 1
         steps.append(f"{x}+{y}{'+1' if carry else ''}={total}")
         carry, digit = divmod(total, 10)
         result += digit * 10**place
@@ -147,7 +147,7 @@ def add_columns(a: int, b: int, slip: Slip | None = None) -> tuple[str, int]:
 
 
 def subtract_columns(a: int, b: int, slip: Slip | None = None) -> tuple[str, int]:
-    """Subtract b <= a digit by digit from the right, borrowing ten: 52 - 18 is '12-8=4 5-1-1=3', 34."""
+    """Subtract b <= a digit by digit from the right; return working and result: '12-8=4 5-1-1=3', 34 for 52 - 18."""
     steps, borrowed, result = [], 0, 0
     for place, (x, y) in enumerate(_digit_pairs(a, b)):
         ten = 10 if x - y - borrowed < 0 else 0
@@ -182,6 +182,9 @@ def _draw_problem(rng: random.Random, largest: int, kinds: tuple[str, ...]) -> P
 
 
 def _split_of(operands: tuple[int, ...], seed: int, held_out: float) -> str:
-    """Return the split that these operands, in any order, belong to: decided by seed and operands alone."""
+    """Return the split of a set of operands, in any order. It depends only on seed and operands.
+
+    `held_out`: share of the sets that belong to eval.
+    """
     digest = hashlib.blake2b(f"{seed} {sorted(operands)}".encode(), digest_size=8).digest()
     return "eval" if int.from_bytes(digest, "big") < held_out * 2**64 else "train"

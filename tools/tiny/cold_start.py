@@ -1,4 +1,4 @@
-"""The quickstart's cold start, as R1's (section 2.3.1): the steps of `grpo-mp sft`, until answers are probable."""
+"""Cold start of the quickstart, as in DeepSeek-R1 (section 2.3.1): supervised steps until answers are probable."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import Message
 from tools.tiny.arithmetic import write_rows
 
-LIMIT_S = 600.0  # of a wait in a job of one rank
+LIMIT_S = 600.0  # timeout of the process groups
 HELD_OUT = "held_out"
-NUM_HELD_OUT = 200  # examples, the last ones
+NUM_HELD_OUT = 200  # the last examples are held out
 EVAL_EVERY = 10  # steps
 FILES = ("cold_start.jsonl", "cold_start_held_out.jsonl")
 Example = dict[str, list[Message]]  # a row of chat data
@@ -29,15 +29,15 @@ Example = dict[str, list[Message]]  # a row of chat data
 
 @dataclass(frozen=True)
 class ColdStartStep:
-    """Progress of the supervised steps."""
+    """Progress after a supervised step."""
 
     step: int
     loss: float  # nats per learned token
-    prob: float | None  # probability of the full worked answer, mean over the held-out examples; None: not measured
+    prob: float | None  # mean probability of a whole worked answer to a held-out example; None: not measured
 
 
 def write_examples(examples: Sequence[Example], folder: Path) -> tuple[Path, Path]:
-    """Write worked examples as chat data, the last `NUM_HELD_OUT` into a file of their own; return both files."""
+    """Write the examples as chat data, the last NUM_HELD_OUT to a second file; return the paths of both files."""
     train, held_out = (folder / name for name in FILES)
     write_rows(examples[:-NUM_HELD_OUT], train)
     write_rows(examples[-NUM_HELD_OUT:], held_out)
@@ -45,7 +45,7 @@ def write_examples(examples: Sequence[Example], folder: Path) -> tuple[Path, Pat
 
 
 def cold_start_settings(model: Path, train: Path, held_out: Path, seed: int, steps: int) -> SftSettings:
-    """Return the settings of the supervised steps; the rate falls to a tenth by the last of `steps`."""
+    """Return the settings of the supervised steps. The learning rate falls to a tenth within `steps`."""
     values = {
         "run": {"folder": model.parent / f"{model.name}_sft", "steps": steps, "seed": seed},
         "model": {"path": model, "dtype": "float32"},
@@ -60,10 +60,10 @@ def cold_start_settings(model: Path, train: Path, held_out: Path, seed: int, ste
 def cold_start(
     settings: SftSettings, output: Path, target: float, on_step: Callable[[ColdStartStep], None]
 ) -> ColdStartStep:
-    """Fine-tune a random model in this process until its held-out answers have the probability `target`.
+    """Fine-tune a random model in this process until the held-out answers have the mean probability `target`.
 
-    Writes it to the folder `output`, and returns the last step. Raises UserError where `target` is not reached by
-    `run.steps`.
+    Writes the model to the folder `output` and returns the last step. Raises UserError if `run.steps` steps do not
+    reach `target`.
     """
     inputs = run_sft_preflight(settings, world_size=1)
     settings = settings.with_steps(inputs.train.epoch_size)
@@ -82,9 +82,9 @@ def cold_start(
 
 
 def _steps(policy: Policy, settings: SftSettings, inputs: SftInputs, target: float) -> Iterator[ColdStartStep]:
-    """Update until the held-out examples are answered with probability `target`, or all steps are done.
+    """Train until the held-out answers have the mean probability `target` or all steps are done; yield each step.
 
-    The probability of the worked answer itself is a lower bound of the accuracy of sampled answers.
+    The probability of the worked answer is a lower bound of the accuracy of sampled answers.
     """
     cursor, samples_seen = Cursor(seed=settings.run.seed), 0
     for step in range(1, settings.run.steps + 1):
@@ -98,7 +98,7 @@ def _steps(policy: Policy, settings: SftSettings, inputs: SftInputs, target: flo
 
 
 def answer_probability(policy: Policy, data: ChatSet, settings: SftSettings) -> float:
-    """Return the mean probability of all that is learned of a sample; on one rank."""
+    """Return the joint probability of all learned tokens of a sample, averaged over the samples; for one rank."""
     batch = pack_samples(data, range(len(data)), settings.training.max_tokens_per_microbatch, policy)
     outputs = policy.logprobs(batch.microbatches)
     answers = [

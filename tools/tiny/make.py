@@ -1,11 +1,11 @@
-"""Make a tiny model and its task: an ordinary Hugging Face folder, and arithmetic word problems in GSM8K's format.
+"""Make a tiny model and its task: a Hugging Face folder, and arithmetic word problems in GSM8K's format.
 
     python -m tools.tiny.make --family deepseek_v3 --out checkpoints/tiny_deepseek_v3 --data data/arithmetic
 
-The worked examples are there as chat data, too, for `grpo-mp sft`: cold_start.jsonl and cold_start_held_out.jsonl. With
---cold-start P the random model is fine-tuned on them until it answers held-out problems with probability P. Half of the
-examples (--slips) contain a careless slip, so the policy learns the method and the carelessness with it: that is what
-rewards can fix. Without --cold-start the weights stay random.
+Also writes worked examples as chat data for `grpo-mp sft`: cold_start.jsonl and cold_start_held_out.jsonl. With
+--cold-start P the random model is fine-tuned on the examples until it answers held-out problems with probability P.
+Half of the examples (--slips) contain a careless slip, so that the policy learns the method and the carelessness, which
+rewards can then correct. Without --cold-start the weights stay random.
 """
 
 import argparse
@@ -45,7 +45,7 @@ from tools.tiny.models import TINY_CONFIGS, make_tiny, make_tokenizer
 
 
 def main() -> None:
-    """Run the command line, see the text above."""
+    """Run the command line."""
     args = make_parser().parse_args()
     log_to_terminal()
     torch.set_num_threads(args.threads)
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def worked_examples(train: Sequence[Problem], seed: int, slips: float) -> list[dict[str, Any]]:
-    """Work the problems as chats, a share with a slip, and those that are held out of the supervised steps without."""
+    """Return the problems as chats with worked answers. A share `slips` has a slip; the NUM_HELD_OUT last have none."""
     rng, held_out = random.Random(seed), len(train) - NUM_HELD_OUT
     drawn = [draw_slip(rng, slips) for _ in train]
     answers = (worked_response(problem, drawn[i] if i < held_out else None) for i, problem in enumerate(train))
@@ -98,7 +98,7 @@ def _make_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, ex
 
 
 def _check_replaceable(folder: Path, hidden_size: int) -> None:
-    """Raise UserError where a folder has a model that is not one of these, and would be lost."""
+    """Refuse to overwrite a folder whose model has another hidden size, since it is not a tiny model."""
     if (config := folder / "config.json").exists():
         there = read_json(config)
         if not isinstance(there, dict) or there.get("hidden_size") != hidden_size:

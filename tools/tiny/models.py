@@ -1,4 +1,4 @@
-"""Tiny models with the shape of the real ones: ordinary Hugging Face folders with random weights."""
+"""Tiny models with the architectures of real ones: ordinary Hugging Face folders with random weights."""
 
 import json
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ PAD = "<|endoftext|>"
 UNKNOWN = "<|unknown|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 BOXED = "\\boxed{"
-# One digit at a time, so that arithmetic sees its columns; a word with the blank before it; any other character.
+# Pieces of a text: a single digit, so that arithmetic sees its columns; a word with its leading space; one character.
 PIECES = r"\\boxed\{| ?[A-Za-z]+|[^A-Za-z]"
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|im_end|>' }}{% endfor %}"
@@ -30,12 +30,11 @@ CHAT_TEMPLATE = (
 def make_tokenizer(
     words: Sequence[str], chat_template: str = CHAT_TEMPLATE, roles: Sequence[str] = ()
 ) -> PreTrainedTokenizerFast:
-    """Make a tokenizer of ASCII characters, `words` with and without a blank before, and the chat's special tokens.
+    """Make a tokenizer of special tokens, ASCII characters, and `words` with a leading space.
 
-    `roles`: special tokens of further roles, for a `chat_template` of its own.
-
-    Small on purpose: a tiny policy spends its parameters on layers, not on an embedding of words it never sees.
-    Any ASCII text round-trips; other characters become `<|unknown|>`. `save_pretrained` writes an ordinary folder.
+    `roles`: special tokens of further roles in `chat_template`. The vocabulary is small so that a tiny policy spends
+    its parameters on layers, not on the embedding of unused words. Any ASCII text round-trips; other characters become
+    `<|unknown|>`.
     """
     vocabulary = _vocabulary(words)
     vocabulary |= {role: len(vocabulary) + number for number, role in enumerate(roles)}
@@ -59,11 +58,11 @@ def make_tokenizer(
 
 
 def _vocabulary(words: Sequence[str]) -> dict[str, int]:
-    """Map tokens to ids: the special tokens first, then the characters, then the words."""
+    """Return token -> id: special tokens first, then characters, then words."""
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     character_tokens = [byte_level.pre_tokenize_str(chr(code))[0][0] for code in range(128)]
     space = character_tokens[ord(" ")]
-    # A word that only begins a sentence is capital there; names occur in both places.
+    # A capitalized word may begin a text, so it also gets a token without the leading space.
     word_tokens = [
         token for word in words for token in ((word, space + word) if word[0].isupper() else (space + word,))
     ]
@@ -131,7 +130,7 @@ TINY_CONFIGS: dict[str, dict[str, Any]] = {
     "kimi_k2": DEEPSEEK_V3 | NO_GROUPS,
     "glm4_moe": BASE | GROUPED_QUERY | MOE | SHARED_EXPERTS | NO_GROUPS | {"use_qk_norm": True, "attention_bias": True},
 }
-# Keys that released configs carry and engines read, and that transformers leaves out or renames.
+# Keys of published config.json files that engines read and that transformers drops or renames.
 SIGMOID_ROUTING_KEYS = {
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
@@ -151,9 +150,9 @@ PUBLISHED_KEYS: dict[str, dict[str, Any]] = {
 def make_tiny(
     folder: Path, family: str, tokenizer: PreTrainedTokenizerBase, seed: int = 0, **shape: Any
 ) -> dict[str, Any]:
-    """Write a random model of `family` (a key of TINY_CONFIGS) with its tokenizer; return its config.json.
+    """Write a random model of `family` (a key of TINY_CONFIGS) and its tokenizer to `folder`; return its config.json.
 
-    `shape` overrides any key of the config. Norms and biases are random, too, so that a test sees them.
+    `shape`: overrides of config keys. Norms and biases are also random, so that tests notice if they are ignored.
     """
     config_values = TINY_CONFIGS[family] | {
         "vocab_size": -(-len(tokenizer) // 16) * 16,
@@ -172,9 +171,9 @@ def make_tiny(
 
 
 def add_mtp_layer(folder: Path, seed: int = 1) -> None:
-    """Add a random multi-token-prediction layer to the files of a tiny model whose config.json counts one.
+    """Add a random multi-token-prediction layer to a tiny model whose config.json already counts this layer.
 
-    Copies of embedding and output layer are among its tensors, as in published files.
+    The layer's tensors include copies of the embedding and the output layer, as in published checkpoints.
     """
     values = json.loads((folder / "config.json").read_text())
     layers, hidden = values["num_hidden_layers"], values["hidden_size"]

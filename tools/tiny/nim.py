@@ -1,7 +1,7 @@
-"""A game with an opponent: Nim, whose rows have `stones`. Who takes the last stone wins.
+"""Nim, a game with an opponent. A row of the data has `stones`; the player who takes the last stone wins.
 
-The opponent is scripted, the policy itself, whose moves for the other side are not trained on, or a model behind an
-OpenAI endpoint, such as an older version of the policy.
+The opponent is scripted, the policy itself (its moves as the opponent are not trained on), or a model behind an OpenAI
+endpoint, such as an older version of the policy.
 """
 
 import random
@@ -15,21 +15,18 @@ from grpo_mp.rollout.protocol import Episode, Policy, Task
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import Message
 
-MOST = 3  # stones of a move
+MOST = 3  # maximum number of stones per move
 RULES = "Take 1, 2 or 3 stones. Who takes the last one wins. Answer with a number."
 OPPONENTS = ("perfect", "random", "self")
-Answer = Callable[[Sequence[Message]], Awaitable[Message]]  # goes on with a conversation
-Side = Callable[[int], Awaitable[int | None]]  # takes stones away; None: it said no legal move
+Answer = Callable[[Sequence[Message]], Awaitable[Message]]  # messages so far -> answer
+Side = Callable[[int], Awaitable[int | None]]  # stones left -> stones taken; None: no legal move
 
 
 class Nim:
-    """A rollout function: the policy moves first. The reward is 1 for a win; an illegal move loses."""
+    """Rollout function of the game. The policy moves first; the reward is 1 for a win; an illegal move loses."""
 
     def __init__(self, opponent: str = "perfect", model: str = "default") -> None:
-        """Take the opponent, one of OPPONENTS or the URL of an OpenAI endpoint with its `model`.
-
-        Raises UserError for another one.
-        """
+        """Check `opponent`: one of OPPONENTS, or the URL of an OpenAI endpoint that serves `model`."""
         if opponent not in OPPONENTS and not opponent.startswith(("http://", "https://")):
             raise UserError(
                 f"rollout.function_args: opponent={opponent!r} is none of {', '.join(OPPONENTS)}, and no URL"
@@ -37,7 +34,7 @@ class Nim:
         self._opponent, self._model = opponent, model
 
     async def __call__(self, task: Task, policy: Policy) -> Episode:
-        """Play one game."""
+        """Play a game and return the policy's episode."""
         sides = Player(by_policy(policy)).move, self._other_side(task, policy)
         stones, moves = int(task.prompt.columns["stones"]), 0
         while stones:
@@ -45,7 +42,7 @@ class Nim:
             if taken is None:
                 break
             stones, moves = stones - taken, moves + 1
-        # Whoever moved last has won: by the last stone, or because the other's next move was illegal.
+        # The player of the last legal move has won: it took the last stone, or the opponent's next move was illegal.
         won = moves % 2 == 1
         return policy.episode(
             reward=float(won), metrics={"won": won, "moves": moves, "illegal": stones > 0 and not won}
@@ -63,7 +60,7 @@ class Nim:
 
 
 def scripted(choose: Callable[[int], int]) -> Side:
-    """Make a side of a function from the stones that are left to those that it takes."""
+    """Return a side that plays by a function: stones left -> stones to take."""
 
     async def move(stones: int) -> int:
         return choose(stones)
@@ -72,12 +69,12 @@ def scripted(choose: Callable[[int], int]) -> Side:
 
 
 def perfect_move(stones: int) -> int:
-    """Return the move that leaves a multiple of four; one stone where there is none."""
+    """Return the move that leaves a multiple of four stones, or 1 if no move does."""
     return stones % (MOST + 1) or 1
 
 
 def by_policy(policy: Policy) -> Answer:
-    """Answer by a handle of the policy."""
+    """Return a function that answers with the policy."""
 
     async def answer(messages: Sequence[Message]) -> Message:
         return (await policy.generate(messages)).message
@@ -86,11 +83,14 @@ def by_policy(policy: Policy) -> Answer:
 
 
 def by_endpoint(url: str, model: str, policy: Policy) -> Answer:
-    """Answer by a served model, sampled as the policy is. Raises httpx.HTTPError, which fails the episode."""
+    """Return a function that answers with a served model, sampled like the policy.
+
+    The function raises httpx.HTTPError if the request fails, which fails the episode.
+    """
 
     async def answer(messages: Sequence[Message]) -> Message:
         body = {"model": model, "messages": messages, "temperature": policy.temperature, "top_p": policy.top_p}
-        # rollout.limits.episode_s bounds the game. trust_env is off: a proxy would be asked for loopback, too.
+        # rollout.limits.episode_s limits the game. With trust_env a proxy would get even requests to loopback.
         async with httpx.AsyncClient(timeout=None, trust_env=False) as client:
             reply = await client.post(f"{url.rstrip('/')}/chat/completions", json=body)
         content = reply.raise_for_status().json()["choices"][0]["message"]["content"]
@@ -101,13 +101,13 @@ def by_endpoint(url: str, model: str, policy: Policy) -> Answer:
 
 @dataclass
 class Player:
-    """A side that a model plays, in a conversation of its own."""
+    """A side that a model plays in its own conversation."""
 
     answer: Answer
     messages: tuple[Message, ...] = ()
 
     async def move(self, stones: int) -> int | None:
-        """Ask for the next move; return it, or None where it is not legal."""
+        """Ask the model for the next move; return the move, or None if it is illegal."""
         asked: Message = {"role": "user", "content": f"{RULES} Stones: {stones}"}
         said = await self.answer([*self.messages, asked])
         self.messages = (*self.messages, asked, said)
@@ -115,7 +115,7 @@ class Player:
 
 
 def read_move(text: str, stones: int) -> int | None:
-    """Return the last number of an answer if it is a legal move."""
+    """Return the last number in `text` if it is a legal move, else None."""
     numbers = re.findall(r"[0-9]+", text)
     legal = [str(number) for number in range(1, min(MOST, stones) + 1)]
     return int(numbers[-1]) if numbers and numbers[-1] in legal else None

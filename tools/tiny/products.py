@@ -1,4 +1,4 @@
-"""Products that a tiny policy cannot compute, and chats in which it learns to call a calculator."""
+"""Products that a tiny policy cannot compute itself, and chats that teach it to call a calculator."""
 
 import random
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ from tools.tiny.calculator import calculator
 from tools.tiny.models import make_tokenizer
 
 SMALLEST, LARGEST = 11, 99
-EXAMPLES_WITH_TOOL, EXAMPLES_THAT_CALL = 0.8, 0.4  # shares: of examples, and of those with the tool
+EXAMPLES_WITH_TOOL, EXAMPLES_THAT_CALL = 0.8, 0.4  # shares: of all examples; of the examples with the tool
 WORDS = ("How", "much", "is", "times", "calculator", "expression")
-# Tools are named in a system message, calls are written as Llama 4 writes them, results are messages of their own.
+# A system message names the tools, calls have the format of Llama 4, and results are separate messages.
 CHAT_TEMPLATE = (
     "{% if tools %}{{ '<|system|>' + tools | map(attribute='function.name') | join(' ') + '<|im_end|>' }}{% endif %}"
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|im_end|>' }}{% endfor %}"
@@ -25,18 +25,18 @@ CHAT_TEMPLATE = (
 
 
 class Product(Problem):
-    """How much a times b is."""
+    """A problem that asks for the product of two numbers."""
 
     @property
     def answer(self) -> str:
-        """Return the product."""
+        """Return the product as text."""
         return str(self.operands[0] * self.operands[1])
 
 
 def make_problems(count_train: int, count_eval: int, seed: int) -> tuple[list[Problem], list[Problem]]:
-    """Draw products of two numbers of two digits, all different; those of eval never occur in train.
+    """Draw different products of two two-digit numbers; train and eval share no product.
 
-    Raises UserError where there are not so many.
+    Raises UserError if there are fewer products than requested.
     """
     pairs = [(a, b) for a in range(SMALLEST, LARGEST + 1) for b in range(SMALLEST, LARGEST + 1)]
     if count_train + count_eval > len(pairs):
@@ -47,14 +47,14 @@ def make_problems(count_train: int, count_eval: int, seed: int) -> tuple[list[Pr
 
 
 def tokenizer() -> PreTrainedTokenizerBase:
-    """Make the tokenizer of the task, whose template knows tools."""
+    """Return the tokenizer of the task; its chat template supports tools."""
     return make_tokenizer(WORDS, CHAT_TEMPLATE, roles=("<|tool|>",))
 
 
 def make_examples(problems: Sequence[Problem], seed: int, held_out: int) -> list[dict[str, Any]]:
-    """Make chats to learn from: answers out of the head, and some that call the calculator, as the last `held_out` do.
+    """Return worked examples as chats. Some answer directly, others and the last `held_out` call the calculator.
 
-    What the calculator says is a message of the tool, and not learned.
+    The result of the calculator is a tool message, which is not trained on.
     """
     rng, schema = random.Random(seed), get_json_schema(calculator)
     examples = []
