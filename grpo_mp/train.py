@@ -37,7 +37,7 @@ from grpo_mp.utils.phases import Phase
 def train(ctx: TrainContext) -> None:
     """Run GRPO: generate groups, score them, turn rewards into advantages, update the policy, sync the engines.
 
-    With a critic (PPO), its values give the advantage of each token, and each step updates the critic first.
+    With a critic (PPO), token advantages are computed from its values, and each step updates the critic first.
     """
     run, logger = ctx.settings.run, open_logger(ctx)
     record = StepRecord(sync_first_weights(ctx))

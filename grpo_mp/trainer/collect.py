@@ -188,10 +188,12 @@ class RolloutCollector:
         dist.barrier(group=self.job.group)  # keeps the wait for slower ranks out of the sync's measured time
 
     def _is_done(self, generation: Generation) -> bool:
+        """Return whether the step has its groups, and later groups have reached their token limit."""
         ahead = generation.task.lookahead() if generation.task.token_limit else 0
         return any(all_gather(generation.stream.is_done(ahead), self.job.group))
 
     def _go_on(self, generation: Generation) -> Generation:
+        """Continue a generation after engines were lost or restarted, with the groups launched so far."""
         task = replace(generation.task, carried=generation.wait())
         return self._launch(generation.stream.try_again(), task, generation.began_s)
 
@@ -232,6 +234,7 @@ class RolloutCollector:
             self._recorded_tokens[state.groups_launched + number] = taken[number].extent.tokens
 
     def _record(self, step: int, group_id: int, group: EndedGroup, stats: RewardStats) -> None:
+        """Record an ended group for a resumed job; skip a paused group that no later step may continue."""
         self._stats[group_id], self._ends_s[group_id] = stats, time.monotonic()
         goes_on = self.settings.rollout.max_staleness or self._stopped
         if goes_on or not isinstance(group, PausedGroup):
@@ -239,6 +242,7 @@ class RolloutCollector:
             self._journal.append(step, group_id, group, stats, kept)
 
     def _recall(self, step: int, group_id: int, prompt: Prompt) -> PausedGroup | None:
+        """Return the recorded part of a lost engine's group, from any rank; None if there is no record."""
         config = self.settings.rollout
         steps = range(max(0, step - config.max_staleness), step + 1)
         has_any = config.max_staleness or config.rollout_function
@@ -310,6 +314,7 @@ class RolloutCollector:
             )
 
     def _trainer_of(self, group: SampleGroup) -> int:
+        """Return the training rank that receives a group, if engines are on separate ranks."""
         return group.samples[0].group_id % (self.job.world_size - self.job.engine_ranks)
 
     @property
@@ -317,6 +322,7 @@ class RolloutCollector:
         return self.settings.algorithm.filter
 
     def _keeps(self, group: SampleGroup) -> bool:
+        """Return whether a group passes the group filter."""
         if self._rule.zero_std == "keep":
             return True
         scored = [info for info in sample_infos(group) if info.is_scored]
@@ -381,6 +387,7 @@ class RolloutCollector:
         )
 
     def _times(self, batch: RolloutBatch, began_s: float) -> dict[str, float]:
+        """Return the generation times of a step over all engines, see generation_times."""
         groups = [group for group in (*batch.groups, *batch.unselected) if group.samples]
         ends_s = [self._ends_s.get(group.samples[0].group_id, began_s) for group in groups]
         for number in list(self._ends_s):  # a copy: engine threads add entries meanwhile
@@ -391,10 +398,12 @@ class RolloutCollector:
         return generation_times(all_gather(work, self.job.group))
 
     def _take_recorded_tokens(self, end: int | None) -> int:
+        """Return and forget the tokens of recorded groups with an id below `end`; None: of all recorded groups."""
         ids = [group_id for group_id in self._recorded_tokens if end is None or group_id < end]
         return sum(self._recorded_tokens.pop(group_id) for group_id in ids)
 
     def _take_stats(self, counted: range, later: Collection[int]) -> RewardStats:
+        """Return the reward statistics of the groups with ids in `counted`; keep only those of `later` groups."""
         ended = [group_id for group_id in list(self._stats) if group_id - counted.start not in later]
         stats = {group_id: self._stats.pop(group_id) for group_id in ended}
         return sum_stats(
@@ -412,6 +421,7 @@ class RolloutCollector:
 
 
 def _aborted(admission: Admission, kept: Mapping[int, bool | None], first: int) -> set[int]:
+    """Return the ids of groups that were aborted by their time limit. `first`: id of the step's first group."""
     return {first + number for number in range(admission.consumed) if kept.get(number, False) is None}
 
 

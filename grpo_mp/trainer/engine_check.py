@@ -39,7 +39,7 @@ from grpo_mp.weight_sync.update import WeightSync
 
 MAX_PROMPTS = 256  # train prompts from which the compared texts are drawn
 ANNOUNCED_S = 10.0  # longer measurements are announced to the user
-WARNED_FACTOR = 1.5  # growth of a reported difference above which the tensors are compared again
+WARNED_FACTOR = 1.5  # growth factor of a reported difference above which tensors are compared again
 Sequences = Sequence[tuple[int, ...]]
 Logprobs = list[list[float]]
 LOGGER = logging.getLogger(__name__)
@@ -108,6 +108,7 @@ class EngineCheck:
         return replace(worst_report([pool_reports(of_engine) for of_engine in by_engine if of_engine]), limit=limit)
 
     def _limit(self, worst: CheckReport, sequences: Sequences, expected: Logprobs, set_s: float) -> float:
+        """Return the allowed mean difference; measure the rounding effect again only if `worst` exceeds the limit."""
         if self.settings.sync.check_tolerance:
             return self.settings.sync.check_tolerance
         if worst.tokens and not worst.passes(max(LEAST_LIMIT, ROUNDING_FACTOR * self._rounding)):
@@ -117,6 +118,7 @@ class EngineCheck:
         return max(LEAST_LIMIT, ROUNDING_FACTOR * self._rounding)
 
     def _measure(self, sequences: Sequences, expected: Logprobs) -> CheckReport:
+        """Return how far rounding noise moves the policy's logprobs from `expected`."""
         with self.phases.phase(Phase.SYNC, "rounding of the policy's logprobs"):
             return compare(self._policy_logprobs(sequences, noise=True), expected)
 
@@ -155,7 +157,7 @@ class EngineCheck:
         host, tolerance = self.engines.host_ranks[engine], self.settings.sync.check_tolerance
         self.say(f"weight check: engine {engine} is beyond the limit; all its weights are sent twice to compare them")
         found = self._find_wrong_tensor(host, version)
-        # In float32 rounding may be too small to measure; the lowest limit then implies it.
+        # In float32 rounding may be too small to measure: use at least the rounding that LEAST_LIMIT implies.
         rounding = max(self._rounding, LEAST_LIMIT / ROUNDING_FACTOR)
         allowed = "(sync.check_tolerance)" if tolerance else f"(rounding of {self._precision} makes {rounding:.3g})"
         sentence = (

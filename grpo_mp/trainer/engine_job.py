@@ -36,6 +36,7 @@ class EngineJob:
 
     @property
     def needs_policy(self) -> bool:
+        """Return whether a policy must send the weights, because engines cannot load them from the folder."""
         return self.checkpoint is not None or not engines_can_load_weights(self.settings.model, self.settings.engine)
 
 

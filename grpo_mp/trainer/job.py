@@ -62,6 +62,7 @@ class RunContext:
     state: TrainState
 
     def should_stop(self) -> bool:
+        """Return whether any rank received a signal to stop; equal on all ranks."""
         with self.phases.waiting():
             return self.preemption.requested(self.job.group)
 

@@ -70,15 +70,18 @@ class PhaseManager:
 
     @contextmanager
     def activity(self, name: str, phases: int) -> Iterator[None]:
+        """Run a body of up to `phases` phases as one time span, with the time limit of that many phases."""
         with self._watchdog.phase(name, self._limit_s * phases), self._timeline.span(name):
             yield
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
+        """Run a body that waits for other ranks outside a phase."""
         with self._watchdog.phase(WAIT, self._limit_s), self._timeline.span(WAIT):
             yield
 
     def end(self) -> None:
+        """Onload the NCCL communicators at the end of the job."""
         if not self._resident.communicators:
             self._move_to(Residency(communicators=True))
 
@@ -118,6 +121,7 @@ class MemoryTracker:
         self._phases[phase] = max_usage([usage, self._phases.get(phase, usage)])
 
     def take(self) -> dict[str, MemoryUsage]:
+        """Return the usage by phase and reset it."""
         usages, self._phases = self._phases, {}
         return usages
 

@@ -301,7 +301,7 @@ def check_positions(settings: Settings, hf: HfConfig) -> None:
 
 
 def start_warnings(settings: Settings, fp8: bool) -> list[str]:
-    """Warn if samples come from another distribution than the loss assumes. `fp8`: engines compute in FP8."""
+    """Return warnings if the samples' distribution is not what the loss assumes. `fp8`: engines compute in FP8."""
     algorithm, rollout, warnings = settings.algorithm, settings.rollout, list[str]()
     if rollout.top_p < 1:
         warnings.append(

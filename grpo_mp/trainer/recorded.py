@@ -70,6 +70,7 @@ class RecordedGroups:
         return cls(mine, {key: record.extent for key, record in best.items()})
 
     def count(self, first: int) -> int:
+        """Return the number of recorded groups with an id of at least `first`."""
         return sum(key[0] >= first for key in self._all)
 
     def take(self, first: int, rule: AdmissionRule, prompt_of: Callable[[int], tuple[int, int]]) -> dict[int, Record]:

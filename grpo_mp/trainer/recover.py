@@ -30,6 +30,7 @@ class EngineRecovery:
     former: Reference | None = None
 
     def begin_step(self) -> None:
+        """Restart lost engines before a step, if they share the trainer's devices."""
         if not self.rollout.owns_devices:
             self.run()
 
@@ -46,6 +47,7 @@ class EngineRecovery:
         return all_gather(weight_sync.update_weights(version), self.job.group)
 
     def keep_weights(self) -> None:
+        """Copy the policy's weights to `former` before an update."""
         if self.former:
             self.former.take()
 

@@ -105,6 +105,7 @@ class ReplayedRollouts:
     read: Callable[[int], StepFacts]
 
     def of_step(self, step: int) -> StepFacts:
+        """Return the facts of a step; read them if necessary."""
         # If the newest checkpoint is damaged, the run repeats steps whose facts were not read at the start.
         if step not in self.facts:
             self.facts[step] = self.read(step)

@@ -71,7 +71,7 @@ class Complete:
 
 @dataclass(frozen=True, config=STRICT)
 class Distinct:
-    """Drops repeated answers to a prompt; answers that differ only in whitespace are equal."""
+    """Keeps the first of several equal answers to a prompt; differences in whitespace are ignored."""
 
     def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> list[bool]:
         texts = [_without_blanks(sample) for sample in samples]
