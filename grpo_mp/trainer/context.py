@@ -290,7 +290,7 @@ def _open_job(
     find_checkpoints: FindCheckpoints = tuple,
     load_weights: bool = False,
 ) -> Iterator[tuple[RankRuntime, Resumed]]:
-    """Make the process groups, claim the run folder, place the engines, open the monitors."""
+    """Create the process groups, claim the run folder, place the engines, open the monitors; close all at the end."""
     resolved = dump_settings(settings)
     with join_run(settings, resolved, find_checkpoints, settings.engine.ranks) as (job, resumed), ExitStack() as stack:
         machine = machine_notes(job)

@@ -81,7 +81,7 @@ class PolicyContext(RunContext):
 def join_run(
     settings: TrainerSettings, resolved: str, find_checkpoints: FindCheckpoints = tuple, engine_ranks: int = 0
 ) -> Iterator[tuple[Job, Resumed]]:
-    """Make the process groups, claim the run folder, and find the newest whole checkpoint.
+    """Make the process groups, claim the run folder, and find the newest undamaged checkpoint.
 
     `resolved`: the settings as YAML; `find_checkpoints`: returns checkpoints, newest first; called under the run lock.
     """

@@ -245,7 +245,7 @@ def check_counts(settings: Settings, train: PromptSet) -> None:
 
 
 def check_engine(engine: EngineConfig, hf: HfConfig, cpu: bool) -> None:
-    """Check that precision, GPUs, drafting and attention of an engine fit the model."""
+    """Check that precision, GPU count, speculative decoding and attention of an engine fit the model."""
     engine_uses_fp8(engine.args, hf, cpu)
     if engine.deterministic:
         check_determinism(engine.args, hf, cpu)

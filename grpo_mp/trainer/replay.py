@@ -54,8 +54,8 @@ class StepFacts:
     reward_stats: RewardStats
     carried: int
     length_bias: float
-    routed: bool  # the samples have the experts that the engine chose
-    distilled: bool  # the samples have a teacher's logprobs
+    routed: bool  # all samples have routed experts
+    distilled: bool  # all samples have a teacher's logprobs
     topk: int | None  # teacher's most likely tokens per position; None: the file has no samples
 
 
