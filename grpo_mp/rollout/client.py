@@ -19,10 +19,10 @@ from grpo_mp.utils.types import ExpertIds
 
 LOGGER = logging.getLogger(__name__)
 MESSAGE_CHARACTERS = 500
-# SGLang closes a connection that was idle for five seconds; a request that goes out at that moment is lost.
+# SGLang closes a connection that was idle for 5 s, and a request sent at that moment is lost: close it earlier.
 IDLE_LIMIT_S = 2.0
 LAST_OF_CONNECTION = {"Connection": "close"}  # header of requests whose failure makes the server close the connection
-BUSY_LIMIT_S = 60.0  # for an engine to become idle after its last response
+BUSY_LIMIT_S = 60.0  # time limit for an engine to become idle after its last response
 BUSY_POLL_S = 0.1
 HEALTH_LIMIT_S = 30.0  # SGLang's own time limit of a health check is 20 s
 # SGLang's selector of the models that a request applies to, for an engine with a drafting layer.
@@ -46,9 +46,11 @@ class SamplingParams:
         return replace(self, max_response_tokens=min(self.max_response_tokens, tokens or self.max_response_tokens))
 
     def only(self, index: int) -> "SamplingParams":
+        """Return the parameters with only the seed of response `index`."""
         return replace(self, seeds=self.seeds[index : index + 1])
 
     def for_turn(self, turn: int) -> "SamplingParams":
+        """Return the parameters for a turn of an episode, with separate seeds for each turn."""
         return replace(self, seeds=tuple(sampling_seed(seed, turn) for seed in self.seeds))
 
     def for_handle(self, number: int) -> "SamplingParams":
@@ -128,7 +130,7 @@ class EngineClient:
         self._running.set()
         self._pauses = 0
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=IDLE_LIMIT_S)
-        # trust_env is off: the environment's proxies would also be used for loopback.
+        # Without trust_env=False the proxies of the environment would be used for loopback as well.
         self._http = httpx.AsyncClient(
             base_url=url, headers=dict(headers), timeout=timeout_s, limits=limits, trust_env=False
         )
@@ -251,7 +253,7 @@ class EngineClient:
         """Begin a weight update. `with_draft`: also update the drafting layer."""
         self._updated = TARGET_AND_DRAFT if with_draft else TARGET
         reply = await self._request("POST", "/begin_weight_update", self._updated)
-        self._in_session = reply.status_code != httpx.codes.NOT_FOUND  # SGLang has sessions since 0.5.20
+        self._in_session = reply.status_code != httpx.codes.NOT_FOUND  # SGLang before 0.5.20 has no sessions
         if self._in_session:
             self._check_success("/begin_weight_update", self._check_status("/begin_weight_update", reply))
 
@@ -337,6 +339,7 @@ class EngineClient:
         return self._check_status(path, await self._request(method, path, body))
 
     async def _generate(self, body: dict[str, Any]) -> Any:
+        """Wait until generation is not paused and send a generation request with the cache key of the weights."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 # A request that reached the engine during a pause would carry the cache key of the old weights.
@@ -377,6 +380,7 @@ class EngineClient:
         return EngineTimeout(f"engine {self.index}: {path} did not answer within {limit_s:g} s")
 
     def _error(self, path: str, message: str) -> UserError:
+        """Return a UserError, or the restartable EngineError if the engine ran out of memory."""
         kind = EngineError if OUT_OF_MEMORY in message.lower() else UserError
         return kind(self._sentence(path, message))
 

@@ -103,16 +103,16 @@ async def _serve(sessions: Mapping[str, Session], request: web.Request) -> web.R
     try:
         chat = read_request(await request.read(), session.policy)
         return await _generate(session, asyncio.ensure_future(_answer(session, chat)))
-    except web.HTTPException:  # a body that is too long
+    except web.HTTPException:  # the body is too long
         raise
     except EpisodeLimitError as error:
         session.reached_limit = True
         return _error(400, str(error), INVALID, "context_length_exceeded")
     except EngineError as error:
         return _fail(session, error)
-    except (RequestError, UserError, ValueError) as error:  # ValueError: what the policy refuses
+    except (RequestError, UserError, ValueError) as error:  # ValueError: rejected by the policy
         return _error(400, str(error), INVALID)
-    except Exception as error:  # noqa: BLE001 - handed to the episode
+    except Exception as error:  # noqa: BLE001 - the episode raises it
         return _fail(session, error)
 
 
@@ -132,6 +132,7 @@ async def _answer(session: Session, chat: ChatRequest) -> web.Response:
 
 
 async def _generate(session: Session, turn: "asyncio.Task[web.Response]") -> web.Response:
+    """Await a turn as a task of the session, so that the end of the session cancels it."""
     session.turns.add(turn)
     try:
         return await turn

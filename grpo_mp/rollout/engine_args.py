@@ -147,7 +147,7 @@ def engine_arguments(
     `port`: the first of the `ports_needed` ports; `dist_init_addr`: rendezvous (host:port) of a multi-node engine.
     """
     if dist_init_addr is None and _needs_rendezvous(spec):
-        dist_init_addr = f"127.0.0.1:{port + 1}"  # SGLang's own choice may be outside the job's port range
+        dist_init_addr = f"127.0.0.1:{port + 1}"  # SGLang would choose a port that may be outside the job's range
     context_tokens = spec.context_tokens + CONTEXT_SLACK_TOKENS
     # By default SGLang sizes the CPU cache by the host's memory, which the trainer and other engines also use.
     running_requests = int(spec.args.get("max_running_requests", CPU_DEFAULTS["max_running_requests"]))

@@ -23,7 +23,7 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.utils.errors import Number, UserError, read_number
 
 OVERRIDES = "json_model_override_args"
-# With these backends every rank holds the whole shared experts.
+# With these backends every GPU holds the full shared experts.
 REPLICATING_A2A_BACKENDS = ("deepep", "mooncake", "nixl", "mori", "ascend_fuseep", "flashinfer", "flashinfer_megamoe")
 
 CPU_EXPERT_PADDING = 32  # SGLang's DEFAULT_MOE_PADDING_SIZE
@@ -56,7 +56,7 @@ class EnginePlacement:
 def engine_placements(engine: EngineConfig, world_size: int, ranks_per_node: int) -> tuple[EnginePlacement, ...]:
     """Return the placements of all engine processes, one for each node of an engine.
 
-    Engine e has ranks [f + e * gpus, f + (e + 1) * gpus), where f is the first of the last `engine.ranks` ranks, or 0.
+    Engine e has ranks [f + e * gpus, f + (e + 1) * gpus), with f = world_size - engine.ranks, or f = 0 if unset.
     """
     gpus, ranks = engine.gpus_per_engine, engine.ranks or world_size
     first = world_size - ranks
@@ -172,14 +172,14 @@ def engine_parallelism(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> Engi
 def expert_alignment(
     parallelism: EngineParallelism, args: Mapping[str, Any], fp8: bool, capability: float | None
 ) -> int:
-    """Return the alignment of a GPU's part of an expert with which SGLang's loader cuts the expert into equal parts.
+    """Return the alignment of a GPU's part of an expert. Aligned parts are loaded by SGLang without padding.
 
     In FP8 the parts are whole blocks. Unaligned experts are padded by SGLang on CPUs
     (`adjust_config_with_unaligned_cpu_tp`) and for FlashInfer's TensorRT-LLM kernels, which `auto` selects on Blackwell
     (`FusedMoE.__init__`). `capability`: compute capability of the GPUs; None: CPUs.
     """
     if capability is None:
-        return CPU_EXPERT_PADDING * parallelism.expert  # SGLang pads the whole expert to CPU_EXPERT_PADDING * GPUs
+        return CPU_EXPERT_PADDING * parallelism.expert  # SGLang pads the whole expert to a multiple of 32 * GPUs
     backend = args.get("moe_runner_backend", "auto")
     may_pad = backend in PADDING_MOE_BACKENDS or (backend == "auto" and capability >= BLACKWELL)
     return BLOCK if fp8 or may_pad else 1

@@ -87,7 +87,7 @@ class EnginePoll:
             reply = client.get(f"{url}/v1/loads", params={"include": "core"}, headers=headers)
             reply.raise_for_status()
             self._last = read_sglang_loads(reply.json(), time.time(), self._last)
-        except (httpx.HTTPError, ValueError, KeyError, TypeError):  # busy or lost
+        except (httpx.HTTPError, ValueError, KeyError, TypeError):  # the engine is busy or lost
             return EngineLoad(time.time(), "silent")
         return self._last
 

@@ -76,8 +76,8 @@ class EpisodeWatch:
 class TokenSequence:
     """Token sequence of an episode, as segments, with the messages and the tools from which it was rendered.
 
-    `messages` and `renderer` are empty for a sequence given as token ids. `prompt_messages`: number of messages before
-    the first generated turn.
+    A sequence given as token ids has no renderer and no messages except generated turns. `prompt_messages`: number of
+    messages before the first generated turn.
     """
 
     segments: tuple[Segment, ...]
@@ -207,6 +207,7 @@ class EpisodePolicy:
 
     @property
     def _recorded(self) -> Iterator[TokenSequence]:
+        """Return the sequences that have generated turns, in reverse order of their last turns."""
         return (one for one in (self._sequence, *reversed(self._earlier)) if one.has_turns)
 
     def _after(
@@ -234,6 +235,7 @@ class EpisodePolicy:
         return None, TokenSequence((Segment(prompt, generated=False),), tuple(messages), len(messages), renderer)
 
     def _renderer(self, tools: Sequence[Mapping[str, Any]] | None) -> ChatRenderer:
+        """Return the chat renderer for a turn's tools; None: the tools of `rollout.tools`."""
         if tools is None or tuple(tools) == self.context.renderer.tools:
             return self.context.renderer
         if tools and not self.context.tool_parser:
@@ -328,6 +330,7 @@ def _clean_texts(message: Message, renderer: ChatRenderer) -> Message:
 
 
 def _said(message: Message) -> tuple[object, ...]:
+    """Return the parts of a message that are compared to find the sequence that a conversation continues."""
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     return message["role"], message["content"], [(call["name"], call["arguments"]) for call in calls]
 

@@ -146,6 +146,7 @@ class EpisodeRunner:
     async def _roll_out(
         self, context: EpisodeContext, prompt: Prompt, index: int, step: int
     ) -> tuple[Outcome, EpisodePolicy]:
+        """Run the rollout function with its tools under the episode's time limit; return outcome and policy handle."""
         clock = asyncio.timeout(context.limits.episode_s)
         own = replace(context, sampling=context.sampling.only(index))
         policy = EpisodePolicy(own, prompt, EpisodeWatch(clock))

@@ -79,7 +79,7 @@ def unanswered(prompt: Prompt, group_id: int, count: int, end_token: int) -> Sam
 
 
 def as_unfinished(group: EndedGroup, group_id: int) -> SampleGroup:
-    """Convert a paused group to a SampleGroup with `finished=False`, which is not scored; return others unchanged."""
+    """Convert a paused group to a SampleGroup with `finished=False`, which is not scored; keep a SampleGroup."""
     if isinstance(group, SampleGroup):
         return group
     samples = make_samples(group.prompt, group.outputs, [""] * len(group.outputs), group_id)

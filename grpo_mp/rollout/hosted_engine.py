@@ -147,6 +147,7 @@ class HostedEngine:
         return client
 
     def _start_again(self) -> None:
+        """Start the engine until a start succeeds; a failed start counts as a loss."""
         while True:
             with self._losing:
                 if self._stopped.is_set() or not self.is_lost:
@@ -179,6 +180,7 @@ class HostedEngine:
         self._process.keep_log(f"lost_{self._lives}")
 
     def _watch_nodes(self) -> None:
+        """Mark the engine as lost when another node reports that its process has ended."""
         assert self._store
         while not self._stopped.wait(POLL_S):
             client, key = self.client, life_key(self._placement, self._lives, "node_ended")
@@ -187,7 +189,7 @@ class HostedEngine:
 
 
 class EngineNode:
-    """One node's part of a multi-node engine, other than the host: starts and stops with the engine host."""
+    """Part of a multi-node engine on a node other than the engine host's; starts and stops with the engine host."""
 
     def __init__(self, placement: EnginePlacement, process: EngineProcess) -> None:
         self._placement, self._process, self._stopped = placement, process, Event()
@@ -210,6 +212,7 @@ class EngineNode:
         self._process.stop()
 
     def _follow(self, store: dist.Store) -> None:
+        """Start and stop this node's process with each process of the engine host; report an early end."""
         for life in count(1):
             address, ended, node_ended = (
                 life_key(self._placement, life, what) for what in ("address", "ended", "node_ended")

@@ -90,6 +90,7 @@ class RewardServers:
         self._connect(connect, all_gather(own, group))  # API keys are exchanged only among the job's ranks
 
     def _connect(self, connect: Mapping[str, Connect], by_rank: Sequence[Mapping[str, Server]]) -> None:
+        """On an engine host, pass each model's client this host's share of the node's servers."""
         if self._rank in self._host_ranks:
             hosts = [rank for rank in self._host_ranks if rank in self._node]
             for name in self._models:

@@ -113,6 +113,7 @@ class Rollout:
 
     @property
     def ranks(self) -> tuple[int, ...]:
+        """Return the ranks whose GPUs belong to engines."""
         size = self._settings.engine.gpus_per_engine
         return tuple(rank for host in self.host_ranks for rank in range(host, host + size))
 
@@ -175,7 +176,7 @@ class Rollout:
         return self.engine is not None and self.engine.is_lost
 
     def join(self, wait: bool) -> bool:
-        """Make this rank's restarted engine available again; return whether there was one. See HostedEngine.join."""
+        """Make this rank's restarted engine available again; return whether it was ready. See HostedEngine.join."""
         return self.engine is not None and self.engine.join(wait)
 
     def wait_ready(self) -> None:
@@ -184,7 +185,7 @@ class Rollout:
             self.engine.wait_ready()
 
     def begin(self, task: RolloutTask, stream: GroupStream, scorer: Scorer | None = None) -> Future[LaunchedGroups]:
-        """Start generating and scoring a task's groups on this rank's engine; return the future launched groups.
+        """Start generating and scoring a task's groups on this rank's engine; return a future of the launched groups.
 
         `scorer`: None: the run's scorer.
         """
@@ -227,7 +228,7 @@ class Rollout:
         step: int,
         stream: GroupStream,
     ) -> list[SampleGroup] | None:
-        """Generate and score this rank's share of the prompts of eval set `name`; return the groups in prompt order.
+        """Generate and score the prompts of eval set `name` that this rank's engine claims; return groups in order.
 
         Sampling parameters, and the length limit for reward terms, are those of the eval set. A group that exceeds its
         time limit counts as empty samples. Returns None if all engines were lost before all prompts were done.

@@ -63,7 +63,8 @@ def joined_routed_experts(
 ) -> ExpertIds | None:
     """Concatenate the experts of a paused response and its continuation; None if one of them is unknown.
 
-    `resumed`: experts without the first `known_tokens`; `begun_tokens`, `resumed_tokens`: tokens of the responses.
+    `resumed`: experts without the first `known_tokens`; `begun_tokens`, `resumed_tokens`: number of generated tokens of
+    each part; the experts of a part without tokens are ignored.
     """
     if not begun_tokens:
         return resumed

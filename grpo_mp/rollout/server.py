@@ -121,7 +121,7 @@ class EngineProcess:
             try:
                 self._process.wait(STOP_LIMIT_S)
             except subprocess.TimeoutExpired:
-                self._process.kill()  # the server and its children die with their parents
+                self._process.kill()  # the server and its children then die with the supervisor
                 self._process.wait(STOP_LIMIT_S)
         if self._claim:
             self._claim.release()

@@ -127,7 +127,7 @@ def export_by_ipc(tensors: NamedTensors, specs: Sequence[TensorSpec]) -> Iterato
     memory = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
     pack([tensor for _, tensor in tensors], specs, memory[start:])
     tensors.clear()
-    torch.cuda.current_stream().synchronize()  # the reader does not wait for this rank's stream
+    torch.cuda.current_stream().synchronize()  # the engine does not synchronize with this rank's stream
     _, (*_, handle, size, offset, _, counter, counter_offset, event, _) = reduce_tensor(memory)
     handles = [base64.b64encode(data).decode() for data in (handle, counter, event)]
     yield {

@@ -17,7 +17,8 @@ VERDICTS = {mark: verdict for verdict, mark in MARKS.items()}
 class GroupStream:
     """Group numbers in launch order, each claimed by exactly one engine, and the verdicts on ended groups.
 
-    A verdict says whether the group filter keeps a group. The state is in the job's store under the unused `name`.
+    A verdict is whether the group filter keeps a group. The state is in the job's store; `name`: prefix of the keys,
+    unique for each stream.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class GroupStream:
 
 
 class LaunchGate:
-    """Decides on one engine when a group may be launched and when the step is done."""
+    """Decides for one engine when a group may be launched and when the step is done."""
 
     def __init__(
         self,
@@ -157,6 +158,7 @@ class LaunchGate:
         return number < self._admission.launch_limit
 
     def allows(self, number: int) -> bool:
+        """Return whether a group may be launched now."""
         return number < self._admission.launch_limit + self._ahead
 
     async def may_launch(self, number: int) -> bool:

@@ -167,9 +167,11 @@ class ToolProcesses:
         self._give_back(process)
 
     async def check(self) -> None:
+        """Check that a worker process can import the tools, by starting and ending one."""
         await (await self._start()).end()
 
     async def close(self) -> None:
+        """End the idle processes."""
         while self._idle:
             await self._idle.pop().end()
 
@@ -181,6 +183,7 @@ class ToolProcesses:
             self._idle.append(process)
 
     async def _start(self) -> ToolProcess:
+        """Start a worker process and wait until it has imported the tools."""
         given = {path: self.makers.get(path) for path in self.paths}
         process = ToolProcess(
             await asyncio.create_subprocess_exec(

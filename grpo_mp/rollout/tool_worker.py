@@ -54,6 +54,8 @@ def _load(path: str, arguments: Mapping[str, Any] | None) -> Any:
 
 
 class _Worker:
+    """Executes requests with the loaded tools, and holds the environment of the current episode."""
+
     def __init__(self, loaded: Mapping[str, Any]) -> None:
         self._loaded = loaded
         self._environment: Any = None

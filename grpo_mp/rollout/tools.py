@@ -52,7 +52,7 @@ class ToolKit:
     is called without arguments at the end of the episode.
     """
 
-    functions: Mapping[str, RemoteTool] = field(default_factory=dict)  # by the name that the policy calls
+    functions: Mapping[str, RemoteTool] = field(default_factory=dict)  # by tool name
     classes: tuple[EnvironmentClass, ...] = ()
     schemas: tuple[dict[str, Any], ...] = ()
     processes: ToolProcesses = field(default_factory=lambda: ToolProcesses((), PROCESSES, {}))
@@ -106,10 +106,12 @@ class EpisodeTools:
     close: Callable[[], Awaitable[None]]
 
     async def reset(self, columns: Mapping[str, Any]) -> str:
+        """Call `reset` of the environments with the columns of the data row; return their concatenated texts."""
         texts = [await self.processes.call(reset, columns, self.limit_s) for reset in self.resets]
         return "".join(text for text in texts if text is not None)
 
     async def reward(self) -> float | None:
+        """Return the sum of the environments' `get_reward`; None if no environment has a reward."""
         rewards = [await self.processes.call(reward, {}, self.limit_s) for reward in self.rewards]
         return sum(rewards) if rewards else None
 
@@ -124,7 +126,7 @@ class EpisodeTools:
         if call.name not in self.by_name:
             return ToolResult(f"Error: there is no tool {call.name}"[: self.characters], "raised")
         try:
-            async with self.slots.get(call.name) or nullcontext():  # waiting for a slot is not part of the limit
+            async with self.slots.get(call.name) or nullcontext():  # the time limit excludes the wait for a slot
                 value = await self.processes.call(self.by_name[call.name], call.arguments, self.limit_s)
         except ToolTimeoutError as error:
             return ToolResult(f"Error: {error}", "timeout")

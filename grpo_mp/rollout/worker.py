@@ -156,6 +156,7 @@ class RolloutWorker:
         return await asyncio.to_thread(self._score, task, group_id, group)
 
     def _score(self, task: RolloutTask, group_id: int, group: SampleGroup) -> SampleGroup:
+        """Score a finished group and record it; return it without samples if `task.forgets`."""
         scorer = self.scorer.with_own_stats()
         scored = scorer.score_group(group, task.step)
         if self.episodes and not scorer.defers:

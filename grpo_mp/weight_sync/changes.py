@@ -20,7 +20,7 @@ def random_factors(count: int) -> Tensor:
 
 @torch.no_grad()
 def fingerprint(tensor: Tensor, factors: Tensor) -> int:
-    """Return a 64-bit hash of a tensor: the sum of its 64-bit words, each multiplied by a random factor.
+    """Return a 64-bit hash of a tensor, based on the sum of its 64-bit words, each multiplied by a random factor.
 
     `factors`: see `random_factors`. Tensors that differ in a single word never collide; others collide with a
     probability of at most 2**-32.

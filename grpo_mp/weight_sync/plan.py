@@ -288,7 +288,7 @@ def _fill_rounds(
         for use, size in need.items():
             totals[use] = totals.get(use, 0) + size
     most = {kind: max((size for (k, _), size in totals.items() if k == kind), default=0) for kind in ("sends", "loads")}
-    # Spread a rank's sends over all rounds: a round in which one rank sends most of its shards would take long.
+    # Limit sends to an even share of all rounds: a round in which a rank sends most of its shards would take long.
     even = SEND_SLACK * most["sends"] / -(-max(most["loads"], 1) // round_bytes)
     limits: dict[str, float] = {"receives": round_bytes, "loads": round_bytes}
     rounds: list[list[Transfer]] = []

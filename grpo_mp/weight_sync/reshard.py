@@ -50,7 +50,7 @@ class Resharder:
             views = unpack(messages[target], specs)
             for shard in shards:
                 copies.setdefault(shard, []).append([next(views) for _ in self.wire.shard_specs(shard)])
-        for shard, places in copies.items():  # each shard is quantized once for all targets
+        for shard, places in copies.items():  # quantize each shard only once for all targets
             tensors = self._local(shard)
             for place in places:
                 for view, tensor in zip(place, tensors, strict=True):

@@ -1,4 +1,4 @@
-"""Transport of a round's staged weights from the ranks of an engine to the engine's processes on the same GPUs.
+"""Transport of a round's staged weights from the ranks of an engine to the engine's processes.
 
 Each rank describes the shared memory that its engine process loads. The engine's host, the only rank with a client,
 sends all descriptions in one request. The engine unpickles only authenticated requests over loopback.

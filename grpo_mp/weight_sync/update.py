@@ -183,7 +183,7 @@ def _link_engine(settings: Settings, wire: WireFormat, rollout: Rollout, job: Jo
 
     Collective over all ranks that may host engines.
     """
-    first = job.rank - dist.get_rank()  # the first rank of torch's default group
+    first = job.rank - dist.get_rank()  # the job's rank that is rank 0 of torch's default group
     engines = [range(host, host + settings.engine.gpus_per_engine) for host in rollout.host_ranks]
     nodes = [list(ranks) for _, ranks in groupby(chain.from_iterable(engines), lambda rank: rank // job.ranks_per_node)]
     limit_s = settings.monitor.phase_timeout_s
