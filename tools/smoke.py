@@ -71,7 +71,7 @@ GPU_SHAPES: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Machine:
-    """Machine of the checks. `ranks`: number of ranks on all nodes; `folder`: output of the checks."""
+    """Ranks and output folder of the checks. `ranks`: number of ranks on all nodes."""
 
     ranks: int
     folder: Path
@@ -171,7 +171,7 @@ def check_machine(machine: Machine) -> str:
 
 
 def make_models(folder: Path) -> str:
-    """Write the data, and make those of both models that do not exist yet."""
+    """Write the data, and make the models that do not exist yet."""
     train, held_out = make_problems(2000, 64, seed=0, largest=29, kinds=("add",))
     write_jsonl(train, folder / "train.jsonl")
     write_jsonl(held_out, folder / "eval.jsonl")

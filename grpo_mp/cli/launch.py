@@ -54,7 +54,8 @@ def main(arguments: Sequence[str]) -> int:
     spares = "more nodes, which replace bad or lost ones; only the loss of the first node ends the job"
     parser.add_argument("--spares", type=int, default=0, help=spares)
     parser.add_argument("--dry-run", action="store_true", help="show what would be submitted")
-    args, unknown = parser.parse_known_intermixed_args(arguments)  # unknown: with settings that follow an option
+    # `unknown` also contains the settings that follow an unknown option.
+    args, unknown = parser.parse_known_intermixed_args(arguments)
     options = [argument for argument in unknown if argument.startswith("-")]
     script = _script_of(args.config, [*args.overrides, *(word for word in unknown if word not in options)])
     nodes = args.nodes or _nodes_of(script)

@@ -183,9 +183,9 @@ class Failure:
 
 
 def first_failure(attempt: Path) -> Failure:
-    """Return the failure that ended an attempt: an intentional stop; else a lost node or killed rank; else an error.
+    """Return the cause of an attempt's end: an intentional stop; else a lost node or killed rank; else an error.
 
-    Of several errors the oldest counts: srun ends the other ranks after the first failure, which causes theirs.
+    Of several errors the oldest counts, because srun ends the other ranks after the first failure.
     """
     step, reported = read_step_log(attempt / TRAIN_LOG), reported_failures(attempt)
     if stopped := [failure for failure in reported if failure.stopped]:
@@ -233,7 +233,10 @@ def may_restart(failure: Failure, attempt: Path, run_folder: Path, told_to_save:
 
 
 def node_map(layout: LayoutConfig, engine: EngineConfig | None, nodes: Sequence[str], ranks_per_node: int) -> str:
-    """Return a line with the parallel layout and a line per node with ranks and engines. `engine`: None without."""
+    """Return a line with the parallel layout, and a line for each node with its ranks and engines.
+
+    `engine`: settings of the engines; None for a job without engines.
+    """
     world_size = len(nodes) * ranks_per_node
     if (needed := layout.model_parallel) > world_size:
         raise UserError(

@@ -87,7 +87,7 @@ def check_devices(count: int) -> Iterator[Finding]:
 
 
 def check_kernels() -> Iterator[Finding]:
-    """Yield which packages with kernels can be imported; each in its own process, since a broken package may crash."""
+    """Import each package with kernels in its own process, since a broken package may crash; yield the results."""
     absent, loaded = [], []
     for module, advice in KERNELS.items():
         package = OWNERS.get(module, module.partition(".")[0])

@@ -101,7 +101,10 @@ def distances(model: Activations, reference: Activations, layers: int) -> dict[s
 def point_errors(
     model: Activations, reference: Activations, same_precision: Activations | None, layers: int
 ) -> list[PointError]:
-    """Return the errors of a model at all points. `same_precision`: transformers in the model's precision."""
+    """Return the errors of a model at all points.
+
+    `same_precision`: activations of transformers in the model's precision; None for float32.
+    """
     own = distances(same_precision, reference, layers) if same_precision else {}
     found = distances(model, reference, layers)
     return [PointError(point, distance, own.get(point)) for point, distance in found.items()]

@@ -31,7 +31,7 @@ PACKAGES = ("wandb", "mlflow", "trackio")  # loggers that need the package of th
 class Logger(Protocol):
     """Base class of loggers, which write the metrics of a run on rank 0. Override the methods that you need.
 
-    The metric dictionary (grpo_mp/monitor/README.md) lists names and units. A full disk is only a warning.
+    The metric dictionary (grpo_mp/monitor/README.md) lists names and units. A full disk causes only a warning.
     """
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -120,7 +120,7 @@ def drop_later_steps(path: Path, first_step: int) -> None:
 def load_loggers(loggers: Mapping[str, Mapping[str, Any]]) -> tuple[MakeLogger, ...]:
     """Return the class or function that makes each logger in `monitor.loggers`."""
     for name in loggers:
-        if name in PACKAGES and not ((spec := find_spec(name)) and spec.origin):  # a mere folder has no origin
+        if name in PACKAGES and not ((spec := find_spec(name)) and spec.origin):  # a plain folder: no origin
             raise UserError(f"monitor.loggers: {name} is not installed: `pip install {name}`, or leave the logger out")
     return tuple(LOGGERS.resolve(name, "monitor.loggers", args) for name, args in loggers.items())
 

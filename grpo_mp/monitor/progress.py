@@ -161,7 +161,7 @@ def live_view(view: View) -> RenderableType:
     description = Phase[view.phase].description if view.phase in Phase.__members__ else ""
     parts = [description, view.detail, f"{view.phase_s:.0f} s" if view.phase else ""]
     current.append("  ".join(part for part in parts if part), style="not bold default")
-    if not view.steps:  # `grpo-mp evaluate`
+    if not view.steps:  # a command without training steps, such as `grpo-mp evaluate`
         return current
     progress = Table.grid(padding=(0, 2))
     left_text = "" if view.remaining_s is None else f"{duration(view.remaining_s)} left"

@@ -63,7 +63,7 @@ class Collective:
     sizes: tuple[tuple[int, ...], ...]
     is_p2p: bool
     is_pending: bool
-    age_s: float  # since the call
+    age_s: float  # seconds since the call
 
 
 @dataclass(frozen=True)

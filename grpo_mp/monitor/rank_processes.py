@@ -18,7 +18,7 @@ from grpo_mp.utils.processes import DUMP_SIGNAL, catches_dump_signal, stacks_fil
 
 POLL_S = 0.05
 RECENT_S = 120.0  # maximum age of a dump from another node, on which the command ran before
-CREATION_SLACK_S = 2.0  # a process that began later than this after its file was written only reuses the pid
+CREATION_SLACK_S = 2.0  # a process created later than this after the file's start time is another one with the same pid
 INNERMOST = 6  # frames of an engine's stack
 
 
@@ -97,9 +97,8 @@ def started_ranks(run_folder: Path) -> dict[int, RankProcess]:
     """Return the processes of the running ranks, by rank."""
     files = (run_folder / "processes").glob("rank_*.json")
     numbers = sorted(int(match[1]) for file in files if (match := re.fullmatch(r"rank_(\d+)\.json", file.name)))
-    ranks = {
-        rank: process for rank in numbers if (process := read_process(run_folder, rank))
-    }  # a rank may end meanwhile
+    # A rank may have removed its file meanwhile.
+    ranks = {rank: process for rank in numbers if (process := read_process(run_folder, rank))}
     if not ranks:
         raise UserError(f"{run_folder}: no rank runs here: give the run.folder of a running run")
     return ranks

@@ -23,9 +23,10 @@ HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # the run's devic
 
 
 class Reporter:
-    """Starts `grpo-mp report` every `every` steps and at the end; 0: only at the end; None: never, as on ranks above 0.
+    """Starts `grpo-mp report` after every `every` steps and at the end of the run.
 
-    Use as a context manager around the training loop: if the loop raises, the finished steps are reported.
+    `every`: 0: only at the end; None: never, as on all ranks but rank 0. Use as a context manager around the training
+    loop: if the loop raises, the finished steps are reported.
     """
 
     def __init__(self, run_folder: Path, every: int | None, note: Callable[[str], None]) -> None:

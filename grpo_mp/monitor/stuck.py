@@ -122,6 +122,7 @@ def _blockers(dumps: Mapping[int, RankDump], waits: Sequence[Wait]) -> list[Find
 def _circles(waits: Sequence[Wait]) -> list[Finding]:
     """Report the ranks that wait for each other in a cycle, without ranks that only wait for the cycle."""
     edges = {(wait.rank, peer) for wait in waits for peer in wait.absent}
+    # Remove ranks that do not wait or that no rank waits for, until only cycles are left.
     while True:
         waiting, awaited = {rank for rank, _ in edges}, {peer for _, peer in edges}
         kept = {(rank, peer) for rank, peer in edges if rank in awaited and peer in waiting}

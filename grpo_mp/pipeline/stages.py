@@ -12,7 +12,7 @@ from grpo_mp.utils.errors import UserError, did_you_mean
 
 BASE = "base"  # name of the model before the first stage
 EVALUATE = "evaluate"  # command of an evaluation, and folder of the scores of all stages
-REFERENCE = re.compile(r"\{\s*([^{}/\s\"',:]+)\s*\}(?=/|$)/?")  # does not match a text of JSON
+REFERENCE = re.compile(r"\{\s*([^{}/\s\"',:]+)\s*\}(?=/|$)/?")  # '{NAME}/' or '{NAME}'; JSON does not match
 TRAINED = re.compile(r"(final|exports/step_\d{6,}|checkpoints/step_\d{6,}).*")
 # Files and folders of a stage that later stages may use.
 MADE = {"train": TRAINED, "sft": TRAINED, "sample": re.compile(r"samples\.parquet|pass_rates\.jsonl|groups")}

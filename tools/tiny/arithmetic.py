@@ -67,7 +67,7 @@ def make_problems(
 ) -> tuple[list[Problem], list[Problem]]:
     """Make train and eval problems with different questions and operands 2 .. `largest`.
 
-    `kinds`: of add, subtract, two_steps. A set of operands, in any order, belongs to only one split. Raises UserError
+    `kinds`: keys of TEMPLATES. A set of operands, in any order, belongs to only one split. Raises UserError
     for an unknown kind, or if the operands do not allow so many problems.
     """
     if unknown := set(kinds) - set(TEMPLATES):

@@ -98,7 +98,7 @@ def _steps(policy: Policy, settings: SftSettings, inputs: SftInputs, target: flo
 
 
 def answer_probability(policy: Policy, data: ChatSet, settings: SftSettings) -> float:
-    """Return the joint probability of all learned tokens of a sample, averaged over the samples; for one rank."""
+    """Return the product of the probabilities of a sample's learned tokens, averaged over the samples; for one rank."""
     batch = pack_samples(data, range(len(data)), settings.training.max_tokens_per_microbatch, policy)
     outputs = policy.logprobs(batch.microbatches)
     answers = [

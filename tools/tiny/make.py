@@ -61,7 +61,10 @@ def main() -> None:
 
 
 def worked_examples(train: Sequence[Problem], seed: int, slips: float) -> list[dict[str, Any]]:
-    """Return the problems as chats with worked answers. A share `slips` has a slip; the NUM_HELD_OUT last have none."""
+    """Return the problems as chats with worked answers.
+
+    `slips`: share of the answers with a slip; the last NUM_HELD_OUT answers, which are held out, have none.
+    """
     rng, held_out = random.Random(seed), len(train) - NUM_HELD_OUT
     drawn = [draw_slip(rng, slips) for _ in train]
     answers = (worked_response(problem, drawn[i] if i < held_out else None) for i, problem in enumerate(train))

@@ -34,7 +34,7 @@ class Product(Problem):
 
 
 def make_problems(count_train: int, count_eval: int, seed: int) -> tuple[list[Problem], list[Problem]]:
-    """Draw different products of two two-digit numbers; train and eval share no product.
+    """Draw different products of two two-digit numbers; train and eval share no question.
 
     Raises UserError if there are fewer products than requested.
     """

@@ -27,7 +27,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # Conte
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the page with the anchor `key`. `missing`: text of an empty section."""
+    """A section of the page with the anchor `key`. `missing`: text that an empty section shows."""
 
     key: str
     title: str
