@@ -1,4 +1,4 @@
-"""Advantages from rewards, in float64. Samples belong to the groups of their group ids, in any order and size."""
+"""Advantages from rewards, in float64. Samples are grouped by group id; groups differ in size and are in any order."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -69,7 +69,7 @@ class Groups:
 
     @staticmethod
     def by_id(group_ids: Sequence[int]) -> "Groups":
-        """Return the groups of the values with the group ids [N], in ascending order of id."""
+        """Return the groups of values with the group ids [N], numbered in ascending order of id."""
         ids, index = torch.tensor(group_ids, dtype=torch.int64).unique(return_inverse=True)
         return Groups(index, len(ids))
 

@@ -51,10 +51,10 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 def maj_at_k(right: int, wrong: Iterable[int], abstaining: int, ks: Sequence[int]) -> list[float]:
     """Estimate for each k the probability that the most frequent answer of k samples is right, unbiased.
 
-    `right`: samples with the right answer; `wrong`: samples with each wrong answer; `abstaining`: samples without an
-    answer. With n samples in all and W_v of `_draws_won_by`, the result is the sum over v of C(right, v) W_v(k - v) /
-    C(n, k): the exact mean over all draws of k samples without replacement. Of t answers that tie, each wins with
-    probability 1 / t.
+    `right`: number of samples with the right answer; `wrong`: number of samples with each wrong answer; `abstaining`:
+    number of samples without an answer. With n samples in all and W_v of `_draws_won_by`, the result is the sum over v
+    of C(right, v) W_v(k - v) / C(n, k): the exact mean over all draws of k samples without replacement. Of t answers
+    that tie, each wins with probability 1 / t.
     """
     wrong_counts = list(wrong)
     samples = right + sum(wrong_counts) + abstaining

@@ -15,7 +15,7 @@ from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import MicroBatch, PerToken
 
 MicroBatchLoss = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
-MAX_LOG_RATIO = 700.0  # exp(709) is the largest float64
+MAX_LOG_RATIO = 700.0  # exp(709) is close to the largest float64
 MAX_KL = 10.0  # per token, for k3_clamped
 
 
@@ -281,7 +281,7 @@ def update_adaptive_coefs(
 
 
 def should_early_stop(kl: float, limits: EarlyStopConfig) -> bool:
-    """Return whether the KL between old and current policy exceeds the limit for the step's further updates."""
+    """Return whether the KL from the old policy is above the limit, so that the step's other updates are skipped."""
     return limits.max_kl is not None and not abs(kl) <= limits.max_kl  # `not <=`: NaN stops, too
 
 

@@ -122,6 +122,7 @@ def gmpo(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
     Ratios are clipped only from above for A > 0, and only from below otherwise. As in verl, a sequence is also
     multiplied by the geometric mean of its rollout corrections, over the tokens that these do not mask.
     """
+    # A clip.low of 1 or more means no lower bound; its log would be infinite or NaN.
     low = torch.tensor(1 - algorithm.clip.low, dtype=torch.float64).clamp(min=1e-300).log()
     high = torch.tensor(1 + algorithm.clip.high, dtype=torch.float64).log()
     log_ratio = terms.token_log_ratio
@@ -155,7 +156,7 @@ def policy_gradient(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
     return -terms.log_ratio.exp() * terms.advantages
 
 
-LEAST_REST = 1e-7  # probability of the other tokens: less is rounding error of the teacher's float32 logprobs
+LEAST_REST = 1e-7  # smallest probability of other tokens: less is rounding error of float32 logprobs
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from grpo_mp.utils.types import SampleInfo
 
 
 class GroupFilter(Protocol):
-    """Decides whether a step trains on a group. `samples`: those of the group that have a reward, at least one.
+    """Decides whether a step trains on a group. `samples`: the group's samples that have a reward, at least one.
 
     Every rank calls it with the same samples, and it must return the same result.
     """

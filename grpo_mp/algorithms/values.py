@@ -13,7 +13,7 @@ RETURN_SUMS = ("tokens", "values", "returns", "returns2", "errors", "errors2")  
 
 
 def discounted_sums(values: Tensor, discount: float) -> Tensor:
-    """Return at each t the sum over l of discount^l x values[t + l], [T] -> [T], in log2(T) operations."""
+    """Return at each t the sum over l of discount^l x values[t + l], [T] -> [T], by log2(T) tensor operations."""
     sums, step = values.clone(), 1
     while step < len(sums):  # each sum has `step` terms now
         ahead = torch.zeros_like(sums)

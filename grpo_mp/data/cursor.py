@@ -34,7 +34,7 @@ Mixture = tuple[SetShare, ...]  # (): a single set, which an epoch draws complet
 
 
 def mix_sets(sizes: Sequence[int], weights: Sequence[float]) -> Mixture:
-    """Return the prompts per epoch of each set: in proportion to the weights, and as many as no repetition allows."""
+    """Return the share of each set in an epoch: proportional to the weights, as large as possible without repetition."""
     epoch = min(size / weight for size, weight in zip(sizes, weights, strict=True))
     counts = [max(1, min(size, round(weight * epoch))) for size, weight in zip(sizes, weights, strict=True)]
     firsts = accumulate(sizes, initial=0)
@@ -129,8 +129,9 @@ class PromptQueue:
     def begin_step(self, cursor: Cursor, is_skipped: Callable[[int], bool], step_size: int | None) -> None:
         """Begin a step at `cursor`, where the last step ended or a run resumes.
 
-        step_size: prompts are drawn ahead, and any `step_size` consecutive draws are distinct; None: all prompts in the
-        queue are distinct. Prompts that `is_skipped` accepts are not drawn, up to one epoch's number of them per step.
+        step_size: if prompts are drawn ahead, the number of consecutive draws that are distinct; None: the prompts in
+        the queue are distinct. Prompts for which `is_skipped` is true are not drawn, up to one epoch's number of them
+        per step.
         """
         self._cursor, self._is_skipped, self._skips_left = cursor, is_skipped, self._size
         if step_size != self._step_size:

@@ -34,7 +34,7 @@ def read_message(value: Mapping[str, Any], location: str) -> Message:
 
 
 def read_messages(value: Any, location: str, role: str = "") -> list[Message]:
-    """Return the messages of a column. `role`: role of the message into which a plain text is converted."""
+    """Return the messages of a column. `role`: converts a plain text to one message of that role; "": refuses it."""
     chat = [{"role": role, "content": value}] if role and isinstance(value, str) else value
     if not isinstance(chat, list) or not chat or not all(isinstance(message, Mapping) for message in chat):
         raise UserError(f"{location}: expected {'text or ' if role else ''}a list of chat messages")
@@ -80,7 +80,7 @@ def call_form(tokenizer: PreTrainedTokenizerBase, template: str) -> CallForm:
 
 
 def _with_role_and_text(message: Message) -> Message:
-    """Convert a ShareGPT message, or content that is a list of texts, to role and text content."""
+    """Convert a ShareGPT message, or content that is a list of text parts, to role and text content."""
     if "role" not in message and {"from", "value"} <= message.keys():
         renamed = {{"from": "role", "value": "content"}.get(name, name): item for name, item in message.items()}
         message = renamed | {"role": SHAREGPT_ROLES.get(str(message["from"]), message["from"])}

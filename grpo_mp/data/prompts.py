@@ -226,7 +226,8 @@ def load_train_prompts(
 ) -> PromptSet:
     """Read and check the data sets of `data.train`.
 
-    With several data sets, or with weights of its own, a set's prompts have its name as column `data_set`.
+    With several data sets, or if a set has weights of its own, the column `data_set` of its prompts holds the set's
+    name.
     """
     parts, num_filtered, warnings = list[RowPrompts](), 0, list[str]()
     for name, train_set in data.train.items():

@@ -19,10 +19,11 @@ Columns = dict[str, Any]
 
 
 class DataSource(Protocol):
-    """Reads the rows of a data set, each a dictionary of columns. `name`: of `data.train`, or path of an eval set.
+    """Reads the rows of a data set, each a dictionary of columns.
 
-    Every rank reads the same rows in the same order. A sequence is read by index when a row is needed, and may be
-    larger than memory. Any other iterable, such as a generator or an IterableDataset, is read once and kept in memory.
+    `name`: value of `data.train`, or path of an eval set. Every rank reads the same rows in the same order. A sequence
+    is read by index when a row is needed, and may be larger than memory. Any other iterable, such as a generator or an
+    IterableDataset, is read once and kept in memory.
     """
 
     def __call__(self, name: str, /) -> Iterable[Columns]:
@@ -146,7 +147,7 @@ def read_parquet(name: str) -> Sequence[Columns]:
     try:
         # `datasets` treats a name as a glob pattern, by which set[1].parquet matches set1.parquet.
         return datasets.load_dataset("parquet", data_files=glob.escape(name), split="train")
-    except Exception as error:  # of pyarrow, fsspec and others
+    except Exception as error:  # raised by pyarrow, fsspec and others
         raise UserError(f"{name}: not readable as Parquet: {one_line(error.__cause__ or error)}") from error
 
 
@@ -168,7 +169,7 @@ def read_datasets(source: str) -> Sequence[Columns]:
                 raise ValueError(f"no split {split}, it has: {', '.join(loaded)}")
             return loaded[split]
         return datasets.load_dataset(name, config, split=split)
-    except Exception as error:  # of pyarrow, fsspec and others
+    except Exception as error:  # raised by pyarrow, fsspec and others
         raise UserError(
             f"{source}: no such file, and `datasets` cannot load it: {one_line(error)}: "
             "give an existing file or name:split"

@@ -1,7 +1,8 @@
-"""Find the tokens of a chat that have a loss: those of the assistant.
+"""Find the tokens of a chat that have a loss: the assistant's, or all of them (sft.loss_on).
 
 A template with `{% generation %}` marks shows which text is the assistant's. With any other template, a turn is the
-text of the whole chat after the turn's generation prompt; a template that changes earlier text is refused.
+text of the whole chat from the turn's generation prompt to the next message; a template that changes earlier text is
+refused.
 """
 
 import re
@@ -234,6 +235,7 @@ def _changed(turn: int, text: str, part: str, is_last: bool) -> UserError:
 
 
 def _common_length(one: str, other: str) -> int:
+    """Return the length of the texts' common prefix."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 

@@ -20,7 +20,7 @@ _today = [date.today()]  # one item, which set_template_date replaces
 
 
 def template_date() -> date:
-    """Return the date that chat templates write: the start of the process, or the date of `set_template_date`."""
+    """Return the date that chat templates write: by default, the date on which this process started."""
     return _today[0]
 
 
@@ -127,13 +127,14 @@ class ChatRenderer:
             raise UserError(f"the chat template leaves {what} out (role {given['role']}): use another template")
 
     def clean(self, text: str) -> str:
-        """Remove the tokenizer's added tokens from text that the policy did not write: it must not end a message.
+        """Remove the tokenizer's added tokens from text that the policy did not write.
 
-        Added tokens that are not marked as special, such as DeepSeek's names of roles, are removed, too.
+        Such text must not begin or end a message. Added tokens that are not marked as special, such as DeepSeek's names
+        of roles, are removed, too.
         """
         text = encodable(text)
         left = self._added_tokens.sub("", text)
-        while left != text:  # removal may join the parts around a token to another token; a space does not
+        while left != text:  # removal may join the texts around a token to another one, which a space replaces
             left, text = self._added_tokens.sub(" ", left), left
         return left
 

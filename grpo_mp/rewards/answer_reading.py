@@ -181,7 +181,7 @@ def read_answer(answer: str) -> Number | Text | Expression:
 
 
 def tidy(answer: str) -> str:
-    """Normalize an answer: one spelling of blanks, fractions and signs, which LaTeX and Unicode write in many ways."""
+    """Normalize an answer: LaTeX and Unicode spell blanks, fractions and signs in many ways, the result in one way."""
     text = SUPERSCRIPT.sub(_spell_superscript, "".join(map(_spell_character, answer)))
     text = WIDE_BLANK.sub(", ", text)
     text = BLANKS.sub(" ", TEXT_COMMAND.sub(r"\\text{", text)).strip()
@@ -194,7 +194,10 @@ def tidy(answer: str) -> str:
 
 
 def split_label(answer: str) -> tuple[str | None, str]:
-    """Split a multiple-choice answer into letter and text: `(B) 12` gives B and 12. No letter: None and the answer."""
+    """Split a multiple-choice answer into its letter and its text: `(B) 12` gives B and 12.
+
+    An answer without a letter gives None and the answer itself.
+    """
     match = LABELLED.fullmatch(LABEL_AS_TEXT.sub(r"\1 ", tidy(answer)))
     return (match[1] or match[2], match[3]) if match else (None, answer)
 
@@ -241,7 +244,7 @@ def read_number(text: str) -> Number | None:
 
 
 def _read_digits(text: str) -> tuple[Fraction, bool, str] | None:
-    """Parse the number without sign at the start of a text: value, whether it has a decimal point, remaining text."""
+    """Return the unsigned number at the start of a text, whether it has a decimal point, and the remaining text."""
     value: Fraction | None
     if match := REPEATING.match(text):
         value = _repeating(*match.groups())
@@ -333,7 +336,7 @@ def _read_units(tail: str) -> bool | None:
 
 
 def _is_plain_unit(word: str, before: str) -> bool:
-    r"""Return whether a word outside of \text{} is a unit, no variable or function. `before`: the text before it."""
+    r"""Return whether a word outside of \text{} is a unit, not a variable or function. `before`: text before it."""
     if word.lower() in SYMBOLS or word == "m/s":
         return True
     if len(word) == 1:
@@ -344,6 +347,7 @@ def _is_plain_unit(word: str, before: str) -> bool:
 
 
 def _changes_number(word: str) -> bool:
+    """Return whether a word after a number is not a unit, such as `million`, `pm` or a variable."""
     name = word.lower()
     if len(word) == 1:
         return word.isalpha() and word not in LETTERS and word != "a"
@@ -351,7 +355,7 @@ def _changes_number(word: str) -> bool:
 
 
 def _read_text(body: str, is_wrapped: bool) -> Text | None:
-    """Parse an answer without mathematics: a letter, words, a time, a date, digits with a base; None for any other."""
+    """Return a Text for a letter, words, a time, a date, or digits with a base; None for any other answer."""
     plain = BLANKS.sub(" ", TEXT.sub(r"\1", body)).strip()
     if match := LETTER.fullmatch(plain):
         letter = match[1] or match[2]
@@ -372,7 +376,7 @@ def _read_text(body: str, is_wrapped: bool) -> Text | None:
 
 
 def _read_expression(body: str) -> Text | Expression:
-    """Return an expression, or a Text if the answer has words or adjacent digits that math-verify would misread."""
+    """Return an Expression, or a Text if the answer has words or adjacent digits that math-verify would misread."""
     text = re.sub(r"(?<![0-9])[1-9][0-9]{0,2}(?: [0-9]{3})+(?![0-9])", lambda match: match[0].replace(" ", ""), body)
     behind = UNITS_BEHIND.search(text, max(0, len(text) - MAX_CHARACTERS))
     if behind and behind.start() and _read_units(behind[0]) is not None:

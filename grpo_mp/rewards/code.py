@@ -79,8 +79,7 @@ def check_row_tests(
 ) -> None:
     """Check that the tests of a row can be read, if the code reward applies to the row.
 
-    location: begins the error message; set_weights: weights of the reward terms for the prompts of a data set, by its
-    name.
+    location: begins the error message; set_weights: by name of a data set, the weights of its reward terms.
     """
     name = columns.get(DATA_SET)
     weights = set_weights.get(name) if isinstance(name, str) else None

@@ -71,6 +71,7 @@ def _scripts_of_words(text: str) -> Iterator[str]:
 
 
 def _word(script: str, length: int) -> Iterator[str]:
+    """Yield the script of a word, unless its letters count as words themselves or it is a single variable."""
     if script and script not in WITHOUT_BLANKS and not (length == 1 and script in ("latin", "greek")):
         yield script
 

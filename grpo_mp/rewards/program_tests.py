@@ -1,10 +1,10 @@
 """Runs a program and its tests in the sandbox. The text of this file is sent there; the file is never imported.
 
-A name that the tests use without defining it is the program's. Exceptions: a builtin keeps its meaning, unless the
-tests use only builtins, and so does a module of the standard library. The module `solution` has all names of the
-program. After the last statement of the tests, the functions and classes that pytest and unittest would collect run.
-Only after them are a random token and the values received by `_call_` written; the expected values stay outside the
-sandbox.
+The tests see the names of the program. Exceptions: a builtin keeps its meaning unless the tests use only builtins, and
+a module of the standard library keeps its meaning if the tests use its attributes. The module `solution` has all names
+of the program. After the last statement of the tests, the functions and classes that pytest and unittest would collect
+run. Only after them are a random token and the values received by `_call_` written; the expected values stay outside
+the sandbox.
 """
 
 import ast

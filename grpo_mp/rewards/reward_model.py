@@ -105,7 +105,7 @@ class ServedModelClient:
 
 
 class ModelClient(ServedModelClient):
-    """Client of an outcome reward model."""
+    """Client of a reward model that scores whole responses."""
 
     section = "reward.model"
     wanted = "one score per sequence: serve a model with one label"

@@ -42,7 +42,7 @@ class RewardStats:
 
     failures: Counter[str] = field(default_factory=Counter)  # failed calls by term; one call scores one group
     first_errors: dict[str, str] = field(default_factory=dict)  # first failure of each term, as a sentence
-    unscored: int = 0  # samples to which no term applied
+    unscored: int = 0  # samples without a reward
     values: dict[str, list[float]] = field(default_factory=dict)  # values passed to `log_metric`, by name
 
     @property
@@ -89,8 +89,8 @@ class Scorer:
     ) -> None:
         """Load the user's reward functions.
 
-        decode: the policy tokenizer's, needed for a served process reward model; set_weights: weights of the terms for
-        the prompts of a data set, by its name; other prompts have the weights of the settings.
+        decode: of the policy's tokenizer, needed for a served process reward model; set_weights: by name of a data set,
+        the weights of its reward terms; prompts of other data sets have the weights of the settings.
         """
         self._settings = settings
         self._prompt_column, self._max_response_tokens = prompt_column, max_response_tokens
@@ -235,7 +235,7 @@ class Scorer:
         return other
 
     def for_evaluations(self) -> "Scorer":
-        """Return a copy with separate statistics, without the reward models of the job, which are asleep then."""
+        """Return a copy with separate statistics, without the job's reward models, which sleep during evaluations."""
         other = self.with_own_stats()
         other.defers = False
         other.term_weights = {

@@ -14,7 +14,7 @@ from grpo_mp.utils.section import Section, ServedModelConfig, as_bytes
 
 STEPS = "steps"  # name under which step rewards are logged; not a term of the reward
 DATA_SET = "data_set"  # column that holds the name of a row's data set in a mixture
-EPISODE, MODEL = "episode", "model"  # of reward.steps: step rewards of the rollout function, of the served model
+EPISODE, MODEL = "episode", "model"  # values of reward.steps: rewards by the rollout function, or by the served model
 THINK_TAGS = ("<think>", "</think>")
 COSINE = "cosine"  # the term that is computed from correctness
 SCORES = (0.0, 10.0)  # range of a judge's scores, which is mapped to [0, 1]

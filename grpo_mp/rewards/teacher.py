@@ -50,6 +50,7 @@ class TeacherClient(ServedModelClient):
         samples = []
         for sample in group.samples:
             parts = [next(scored) for _ in sample.sequences]
+            # The last sequence of an episode holds the earlier ones, see Sample.
             samples.append(replace(parts[-1], earlier=tuple(parts[:-1])))
         return replace(group, samples=tuple(samples))
 
@@ -61,7 +62,7 @@ class TeacherClient(ServedModelClient):
             raise UserError(f"{SECTION}: {failure}") from failure
 
     def _requests(self, sequences: Sequence[Sample]) -> Iterator[list[Sample]]:
-        """Yield the sequences of each request, whose reply has at most MAX_TOPK_VALUES logprobs, or one sequence."""
+        """Split the sequences into requests whose replies have at most MAX_TOPK_VALUES logprobs, or one sequence."""
         part, values = list[Sample](), 0
         for sequence in sequences:
             own = len(sequence.tokens) * (self._topk or 0)
