@@ -34,7 +34,7 @@ Mixture = tuple[SetShare, ...]  # (): a single set, which an epoch draws complet
 
 
 def mix_sets(sizes: Sequence[int], weights: Sequence[float]) -> Mixture:
-    """Return the share of each set in an epoch: proportional to the weights, as large as possible without repetition."""
+    """Return the share of each set in an epoch: proportional to its weight, as large as possible without repetition."""
     epoch = min(size / weight for size, weight in zip(sizes, weights, strict=True))
     counts = [max(1, min(size, round(weight * epoch))) for size, weight in zip(sizes, weights, strict=True)]
     firsts = accumulate(sizes, initial=0)
