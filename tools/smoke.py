@@ -2,8 +2,8 @@
 
     python -m tools.smoke [--ranks N] [--out runs/smoke] [--only NAME ...]
 
-Checks the machine, trains a Qwen3 MoE and a DeepSeek-V3 for three steps with each schedule, kills and resumes a run,
-checks the exported model, and measures the rates that plans assume. Prints one line per check, and writes
+Checks the machine, trains a Qwen3 MoE with each schedule and a DeepSeek-V3 for three steps each, kills and resumes a
+run, checks the exported model, and measures the rates that plans assume. Prints one line per check, and writes
 OUT/cluster.yaml for `grpo-mp plan --cluster OUT/cluster.yaml`. The exit status is 1 if a check failed.
 """
 

@@ -2,7 +2,7 @@
 
 Uses torch's launcher like torchrun, with these differences: no tracebacks are printed, so that the failing rank's error
 is the last line; the exit status is that of the failing rank; signals are forwarded to all ranks, so that the ranks can
-save; the store and the ranks' sockets are on loopback, whereas torchrun's listen on all networks without a key.
+save; the store and the ranks' sockets listen on loopback, those of torchrun on all networks without authentication.
 """
 
 import logging
