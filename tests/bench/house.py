@@ -2,6 +2,7 @@
 
 import ast
 import io
+import re
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from grpo_mp.utils.section import nested_sections, section_type
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "grpo_mp"
 MANY_ARGUMENTS, MANY_PARAMETERS = 5, 6
+LOOPS = ("train", "sft", "evaluate", "sample")
+WHOLE = {"Settings", "SftSettings", "TrainContext", "RolloutContext", "PolicyContext", "SftContext"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -78,10 +81,13 @@ def main() -> None:
         "calls with five or more positional arguments, of 1,000": round(positional_calls(package), 1),
         "functions with more than six parameters": len(long_lists),
         "of these public": sum(not function.name.startswith("_") for function in long_lists),
+        "functions beside the loops that get whole settings or a context": len(
+            [one for source in package if source.room not in LOOPS for one in functions(source) if gets_everything(one)]
+        ),
         "lines with comments, %": round(100 * sum(source.comment_lines for source in package) / lines, 1),
     }
     for name, value in rows.items():
-        print(f"{name:56} {value:>10,}")
+        print(f"{name:66} {value:>10,}")
 
 
 def import_graph(sources: list[Source]) -> dict[str, set[str]]:
@@ -130,6 +136,13 @@ def parameters(function: Function) -> int:
     """Count the parameters of a function, `self` and `cls` left out."""
     names = [one.arg for one in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)]
     return len([name for name in names if name not in ("self", "cls")])
+
+
+def gets_everything(function: Function) -> bool:
+    """Return whether a parameter is the settings of a whole run, or a context that holds them."""
+    annotations = [one.annotation for one in (*function.args.args, *function.args.kwonlyargs) if one.annotation]
+    words = {word for annotation in annotations for word in re.findall(r"\w+", ast.unparse(annotation))}
+    return bool(words & WHOLE)
 
 
 def positional_calls(sources: list[Source]) -> float:
