@@ -20,7 +20,7 @@ COMMANDS = {
     "report": ("grpo_mp.cli.report:main", "write one HTML page of one or several runs, and print their warnings"),
     "watch": ("grpo_mp.cli.watch:main", "follow a run in the terminal"),
     "doctor": ("grpo_mp.cli.doctor:main", "say what is wrong with a machine, a model, or a run that hangs"),
-    "convert": ("grpo_mp.cli.convert:main", "inspect, compare and convert checkpoints"),
+    "convert": ("grpo_mp.cli.convert:main", "compare and convert checkpoints"),
 }
 HELP_FOOTER = "`grpo-mp COMMAND --help` shows its options, `grpo-mp --version` the version."
 

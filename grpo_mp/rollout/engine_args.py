@@ -85,7 +85,6 @@ CUDA_ENVIRONMENT_DEFAULTS = {
     "SGLANG_JIT_DEEPGEMM_FAST_WARMUP": "true",
 }
 GRAPH_REQUESTS = 256  # by default SGLang captures decode graphs up to at least this batch size
-UNSET_VARIABLES = {"DISABLE_OPENAPI_DOC"}  # with it SGLang would not serve its OpenAPI description
 # Variables of torchrun and Slurm, with which SGLang would join the trainer's process group in place of its own.
 LAUNCHER_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 LAUNCHER_PREFIXES = ("LOCAL_RANK", "LOCAL_WORLD_", "GROUP_", "ROLE_", "TORCHELASTIC_")
@@ -194,7 +193,7 @@ def engine_environment(
     inherited = {
         name: value
         for name, value in parent.items()
-        if name not in LAUNCHER_VARIABLES | UNSET_VARIABLES and not name.startswith(LAUNCHER_PREFIXES)
+        if name not in LAUNCHER_VARIABLES and not name.startswith(LAUNCHER_PREFIXES)
     }
     python_path = [str(ENGINE_SITE)] * spec.cpu + [str(Path(__file__).parents[2])]
     python_path += filter(None, parent.get("PYTHONPATH", "").split(":"))
