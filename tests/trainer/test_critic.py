@@ -282,7 +282,7 @@ def test_a_critic_goes_where_the_policy_goes(parallel: Parallel, model: Path, mo
     )
     policy, critic = make_policy(model, parallel), Critic(settings_with(model, {}), parallel)
     for moves in (True, False):
-        functions = offload_functions(policy, NO_ENGINE, 1.0, moves, None, critic)
+        functions = offload_functions(policy, NO_ENGINE, moves, None, critic)
         for part in vars(Residency()):
             functions[part](moves)
     models, stays = ("Policy", "Critic"), ("policy_weights", "gradients")

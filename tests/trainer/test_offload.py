@@ -31,7 +31,7 @@ def test_every_part_has_a_function_and_parts_that_stay_are_left_alone(
 
     def moved_parts(optimizer_moves: bool) -> list[str]:
         moved.clear()
-        functions = offload_functions(policy, NO_ENGINE, 1.0, optimizer_moves, communicators=None)
+        functions = offload_functions(policy, NO_ENGINE, optimizer_moves, communicators=None)
         for part in vars(Residency()):
             functions[part](True)
         return list(moved)
@@ -44,7 +44,7 @@ def test_ranks_meet_before_communicators_are_suspended(parallel: Parallel, tmp_p
     calls: list[object] = []
     monkeypatch.setattr(dist, "barrier", lambda group: calls.append(group))
     memory = cast(NcclMemory, SimpleNamespace(move=calls.append))
-    functions = offload_functions(make_policy(tmp_path, parallel), NO_ENGINE, 1.0, True, memory)
+    functions = offload_functions(make_policy(tmp_path, parallel), NO_ENGINE, True, memory)
     for onload in (False, True):
         functions["communicators"](onload)
     assert calls == [parallel.cpu_group, False, parallel.cpu_group, True]
@@ -61,7 +61,7 @@ def test_an_engine_that_fails_to_sleep_or_wake_is_given_up(parallel: Parallel, t
     client = SimpleNamespace(release_memory=fail, resume_memory=fail)
     rollout: Any = SimpleNamespace(client=client, lose_engine=lost.append, call=asyncio.run, reward_servers=None)
     rollout.losing_engine = partial(Rollout.losing_engine, rollout)
-    functions = offload_functions(make_policy(tmp_path, parallel), rollout, 1.0, True, communicators=None)
+    functions = offload_functions(make_policy(tmp_path, parallel), rollout, True, communicators=None)
     functions["engine_weights"](onload)
     (error,) = lost
     assert str(error).startswith("engine 2: /resume_memory_occupation: CUDA out of memory: where it ran out")
