@@ -17,6 +17,7 @@ YAML_BYTES = 2**18
 TEXT_BYTES = 2**28  # a hundred times the tensor index of the largest model
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
+LONGEST_PATH = 400  # in a message, to be copied from it
 MISSING = object()  # marks a column that a row lacks; None is a value
 TAG = "tag:yaml.org,2002:"
 YAML_MARKS = "'\"|>&!"  # first characters of quoted text, blocks, anchors and tags
@@ -39,7 +40,7 @@ def refuse_unreadable(what: Path | str, missing: str = "give an existing file") 
         yield
     except OSError as error:
         remedy = f": {missing}" if error.errno in NOT_THERE else ""
-        name = shorten(str(error.filename or what))
+        name = shorten(str(error.filename or what), LONGEST_PATH)
         raise UserError(f"{name}: {error.strerror or one_line(error)}{remedy}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{what}: not UTF-8 text (byte {error.start}): save it as UTF-8") from error
@@ -55,7 +56,7 @@ def shorten(text: str, limit: int = 100) -> str:
 
 def check_regular(file: Path, missing: str = "give an existing file") -> Path:
     """Return `file`. Raises UserError if it is missing, unreadable, a folder, or a Git LFS pointer."""
-    with refuse_unreadable(shorten(str(file)), missing), file.open("rb") as stream:
+    with refuse_unreadable(shorten(str(file), LONGEST_PATH), missing), file.open("rb") as stream:
         if stream.read(len(LFS_POINTER)) == LFS_POINTER:
             raise UserError(f"{file}: a pointer of Git LFS, not the file: run `git lfs pull` in its folder")
     return file
