@@ -17,11 +17,11 @@ def smoke(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 @pytest.mark.slow
-def test_a_run_trains_is_killed_resumed_exported_and_its_machine_measured(tmp_path: Path) -> None:
-    done = smoke("--out", str(tmp_path), "--only", "models", "kill", "export", "rates")
+def test_a_run_trains_and_its_machine_is_measured(tmp_path: Path) -> None:
+    done = smoke("--out", str(tmp_path), "--only", "models", "colocated", "rates")
     assert done.returncode == 0, done.stdout
     assert re.search(r"PASSED\s*$", done.stdout)
-    assert re.search(r"killed after step [1-5]", done.stdout)
+    assert re.search(r"^colocated .* sync check .* of .* nats, .* tokens/s", done.stdout, re.MULTILINE)
     cluster = read_cluster(str(tmp_path / "cluster.yaml"))
     assert 0.001 < cluster.bf16_tflops < 10
     assert 0.01 < cluster.disk_gb_s < 100
@@ -34,6 +34,7 @@ def test_every_check_passes(tmp_path: Path) -> None:
     rows = set(re.findall(r"^(\w+) +\d+ s  ", done.stdout, re.MULTILINE))
     jobs = {"colocated", "deepseek", "one_step_off", "async", "kill"}
     assert rows == {"machine", "models", *jobs, "export", "rates"}
+    assert re.search(r"killed after step [1-5]", done.stdout)
 
 
 def test_a_check_that_fails_says_why_and_the_others_run(tmp_path: Path) -> None:
