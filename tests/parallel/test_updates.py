@@ -39,8 +39,6 @@ def test_every_rank_knows_the_gradient_norm_of_one_rank(case: Case, outcomes: Ou
 
 @pytest.mark.parametrize("case", cases_with("updates"), ids=lambda case: case.name)
 def test_updates_use_the_communicators_that_the_plan_counts(case: Case, outcomes: Outcomes) -> None:
-    if "use_distributed_optimizer" in case.training.get("megatron_args", {}):
-        return  # no user can set it
     model, ranks = outcomes.models[case.model].config, outcomes.by_rank(case, "updates")
     has_experts = not {"num_experts", "n_routed_experts"}.isdisjoint(model)
     tied = model.get("tie_word_embeddings", False) or case.trains_mtp
