@@ -13,17 +13,13 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from grpo_mp.algorithms.registries import POLICY_LOSSES
 from grpo_mp.checkpoint.convert import to_megatron
-from grpo_mp.checkpoint.hf_reader import INDEX, SINGLE_FILE, HfReader, check_tensors
+from grpo_mp.checkpoint.hf_reader import SINGLE_FILE, HfReader, check_tensors
 from grpo_mp.cli.main import main
 from grpo_mp.config import Settings, check_settings, load_settings
-from grpo_mp.config.data_sections import DataConfig, TrainSetConfig
+from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.config.sections import LayoutConfig, ModelConfig, TrainingConfig
-from grpo_mp.config.sft_settings import ChatDataConfig, SftConfig
-from grpo_mp.data.chat_data import load_train_chats
-from grpo_mp.data.prompts import load_prompts, load_train_prompts
-from grpo_mp.data.supervised import ChatEncoder
+from grpo_mp.data.prompts import load_prompts
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.policy.policy import check_policy
@@ -58,10 +54,8 @@ def row(**changes: Any) -> bytes:
 SETTINGS = {
     "empty": b"",
     "binary": bytes(range(256)),
-    "a list": b"- run\n",
     "a setting twice": GOOD.replace(b"  lr:", b"  lr: 40000\n  lr:"),
     "a tag that runs code": GOOD + b"\nlayout: !!python/object/apply:os.getpid []\n",
-    "a tab": GOOD + b"\nlayout:\n\ttensor: 2\n",
     "an open quote": GOOD + b'\nschedule: "colocated\n',
 }
 
@@ -124,48 +118,14 @@ def test_every_setting_refuses_values_of_other_types() -> None:
                 assert name in refused(lambda name=name, value=value: check_settings(with_value(name, value), "here"))
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "optimizer.betas=[0.9, 1.0]",
-        "optimizer.lr=0",
-        "rollout.temperature=0",
-        "rollout.top_p=1.1",
-        "algorithm.kl.coef=-0.1",
-        "run.steps=0",
-        "rollout.group_size=0",
-        "sync.bucket_bytes=1 GB",
-        "reward.functions={f.py:f: yes}",
-        "rollout.stop=END",
-        "model.dtype=int8",
-        "data.eval={'../x': x.jsonl}",
-        "monitor.guards={reward/mean: {min: 2, max: 1}}",
-        "layout.tensor=0",
-        "algorithm=no_such",
-        "run.folder",
-        "optimizer.lr=[",
-    ],
-)
-def test_overrides(override: str, tmp_path: Path) -> None:
-    file = tmp_path / "settings.yaml"
-    file.write_bytes(GOOD)
-    refused(lambda: load_settings(file, [override]))
-
-
 # -- data ----------------------------------------------------------------------------------------------------
 
 ROWS = {
     "empty": b"",
     "an empty line": row() + b"\n" + row(),
-    "UTF-16": row().decode().encode("utf-16"),
     "cut": row() + row()[:-10],
-    "JSON over lines": json.dumps(ROW, indent=1).encode(),
     "an answer that is NaN": b'{"question": "x", "answer": NaN}\n',
-    "an answer that is null": row(answer=None),
-    "an answer that is a list": row(answer=["3"]),
     "a prompt that is empty": row(question=""),
-    "a prompt that is a number": row(question=3),
-    "a chat of text": row(question=["How many?"]),
     "a message of another role": row(question=[{"role": "root", "content": "x"}]),
     "a last message that is the policy's": row(question=[{"role": "assistant", "content": "x"}]),
     "only prompts that are too long": row(question="x" * 100),
@@ -179,19 +139,10 @@ def test_rows(name: str, tmp_path: Path) -> None:
     assert str(file) in refused(lambda: load_prompts(str(file), DataConfig(train="x"), TOKENIZER, 60))
 
 
-@pytest.mark.parametrize("name", ["", "rows.txt", "/nowhere/rows.jsonl", "/", "rows.parquet"])
-def test_names_of_data(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "rows.parquet").write_bytes(row())
-    refused(lambda: load_prompts(name, DataConfig(train="x"), TOKENIZER, 60))
-
-
 @pytest.mark.parametrize(
     "template",
     [
         "{% for message in messages %}",
-        "{{ nothing() }}",
-        "{{ raise_exception('only images') }}",
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     ],
 )
@@ -200,47 +151,6 @@ def test_chat_templates(template: str, tmp_path: Path, monkeypatch: pytest.Monke
     file = tmp_path / "rows.jsonl"
     file.write_bytes(row())
     refused(lambda: load_prompts(str(file), DataConfig(train="x"), TOKENIZER, 60))
-
-
-@pytest.mark.parametrize(
-    "rates",
-    [
-        b"x",
-        b'{"prompt": "x", "pass_rate": 1.1}',
-        b'{"pass_rate": 1}',
-        b'{"prompt": "other", "pass_rate": 1}',
-        b'{"prompt": "How many?", "pass_rate": 0.0}',
-    ],
-)
-def test_pass_rates(rates: bytes, tmp_path: Path) -> None:
-    file, train = tmp_path / "rates.jsonl", tmp_path / "rows.jsonl"
-    file.write_bytes(rates)
-    train.write_bytes(row())
-    train_set = TrainSetConfig(path=str(train), pass_rates=str(file), min_pass_rate=0.5)
-    refused(lambda: load_train_prompts(DataConfig(train={"a": train_set}), TOKENIZER, 60))
-
-
-ASK, ANSWER = {"role": "user", "content": "How many?"}, {"role": "assistant", "content": "3"}
-
-
-@pytest.mark.parametrize(
-    "chat",
-    [
-        {"messages": None},
-        {"messages": [["user", "x"]]},
-        {"messages": [ASK, {"role": "assistant"}]},
-        {"messages": [ASK]},
-        {"prompt": "x", "completion": None},
-        {"messages": [ASK, ANSWER], "tools": "{"},
-        {"prompt": "x" * 200, "completion": "3"},
-    ],
-)
-def test_chats(chat: dict[str, Any], tmp_path: Path) -> None:
-    file = tmp_path / "chats.jsonl"
-    file.write_text(json.dumps(chat) + "\n")
-    encoder = ChatEncoder(TOKENIZER, "assistant", frozenset([TOKENIZER.eos_token_id]))
-    data, sft = ChatDataConfig(train=str(file)), SftConfig(batch_size=1, max_tokens=190)
-    assert str(file) in refused(lambda: load_train_chats(data, sft, encoder))
 
 
 # -- model folders -------------------------------------------------------------------------------------------
@@ -257,26 +167,6 @@ def open_weights(folder: Path) -> None:
     hf = HfConfig.read(folder)
     with HfReader(folder) as reader:
         check_tensors(reader, [param for param in family_of(hf).params(hf).values() if not param.alias])
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"model_type": "mamba"},
-        {"rope_scaling": {"type": "magic", "factor": 2}},
-        {"hidden_act": "magic"},
-    ],
-)
-def test_changed_configs(changes: dict[str, Any], folder: Path) -> None:
-    values = json.loads((folder / "config.json").read_text())
-    values.pop("rope_parameters", None)
-    (folder / "config.json").write_text(json.dumps(values | changes))
-
-    def read() -> Any:
-        hf = HfConfig.read(folder)
-        return family_of(hf).config(hf)
-
-    assert "config.json" in refused(read)
 
 
 NORM = "model.norm.weight"
@@ -296,14 +186,8 @@ def test_tensors(change: Callable[[dict[str, Any]], dict[str, Any]], folder: Pat
     assert NORM in refused(lambda: open_weights(folder))
 
 
-def test_an_index_that_names_a_file_elsewhere(folder: Path) -> None:
-    (folder / INDEX).write_text('{"weight_map": {"a": "../../etc/passwd"}}')
-    assert "model" in refused(lambda: open_weights(folder))
-
-
 UNREAD = {
     "biases": {f"model.layers.{layer}.self_attn.q_proj.bias": (64,) for layer in range(4)},
-    "an adapter": {f"model.layers.0.mlp.up_proj.lora_{name}.weight": (2, 2) for name in "AB"},
     "a head": {"score.weight": (1, 64)},
 }
 HARMLESS = {
@@ -331,16 +215,7 @@ def test_tensors_that_nothing_reads(name: str, tmp_path: Path) -> None:
         convert()
 
 
-# -- users' code and commands --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "code",
-    ["def loss(:", "x = 1", "loss = 3", "def loss(): pass", "raise ValueError('no')", "import sys; sys.exit(0)"],
-)
-def test_users_code(code: str, tmp_path: Path) -> None:
-    (tmp_path / "part.py").write_text(code)
-    refused(lambda: POLICY_LOSSES.resolve(f"{tmp_path / 'part.py'}:loss", "here"))
+# -- commands --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -348,16 +223,11 @@ def test_users_code(code: str, tmp_path: Path) -> None:
     [
         "",
         "fly",
-        "train",
         "train configs/tiny_moe.yaml --ranks x",
-        "plan none.yaml",
         "plan configs/moe_671b.yaml --nodes 0",
-        "plan configs/moe_671b.yaml --cluster none",
         "plan configs/moe_671b.yaml run.steps=0",
-        "evaluate none.yaml --ranks -1",
         "sample configs/tiny_moe.yaml --samples 0",
         "convert check none none",
-        "convert to-megatron none x",
         "launch none.yaml",
     ],
 )

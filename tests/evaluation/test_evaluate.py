@@ -139,13 +139,6 @@ def test_the_plot_is_written(results: Path) -> None:
     assert "greedy" not in text
 
 
-def test_the_file_says_what_was_evaluated(results: Path, model: Path) -> None:
-    contents = json.loads((results / "eval.json").read_text())
-    assert (contents["model"], contents["checkpoint"]) == (str(model), None)
-    assert contents["settings"]["nucleus"]["temperature"] == 1.0
-    assert contents["settings"]["nucleus"]["max_response_tokens"] == 16
-
-
 @pytest.mark.parametrize(
     ("damage", "needed"),
     [
@@ -162,11 +155,6 @@ def test_a_policy_is_built_where_engines_cannot_read_the_folder(
     damage(folder)
     command = evaluate_parser().parse_args([str(tiny_run.config), "--model", str(folder)])
     assert read_command(command).needs_policy == needed
-
-
-def test_no_critic_is_built(tiny_run: TinyRun) -> None:
-    command = evaluate_parser().parse_intermixed_args([str(tiny_run.config), "algorithm=ppo"])
-    assert read_command(command).settings.critic is None
 
 
 def change_config(folder: Path, **values: Any) -> None:

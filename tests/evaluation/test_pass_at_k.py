@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_mp.algorithms.evaluation import k_values, maj_at_k, mean_over_problems, pass_at_k
+from grpo_mp.algorithms.evaluation import maj_at_k, mean_over_problems, pass_at_k
 
 RIGHT, NONE = "right", None
 ANSWERS = st.lists(st.sampled_from([RIGHT, "a", "b", "c", NONE]), min_size=1, max_size=9)
@@ -53,11 +53,6 @@ def test_a_majority_of_a_thousand_samples() -> None:
     assert maj_at_k(280, [300], 0, [580]) == [0.0]
 
 
-def test_one_sample_is_the_accuracy() -> None:
-    assert pass_at_k(8, 3, 1) == pytest.approx(3 / 8)
-    assert maj_at_k(3, [2, 2], 1, [1]) == [pytest.approx(3 / 8)]
-
-
 def test_the_error_is_the_spread_of_evaluations_over_other_problems() -> None:
     """Eight samples of a problem are like each other; counting them as independent would say half of the error."""
     generator = np.random.default_rng(1)
@@ -69,10 +64,3 @@ def test_the_error_is_the_spread_of_evaluations_over_other_problems() -> None:
     spread = np.std([means().mean() for _ in range(4000)])
     assert np.mean(errors) == pytest.approx(spread, rel=0.05)
     assert mean_over_problems([0.25]).error is None
-
-
-@pytest.mark.parametrize(
-    ("samples", "expected"), [(1, (1,)), (2, (1, 2)), (6, (1, 2, 4, 6)), (64, (1, 2, 4, 8, 16, 32, 64))]
-)
-def test_k_values(samples: int, expected: tuple[int, ...]) -> None:
-    assert k_values(samples) == expected

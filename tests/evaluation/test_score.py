@@ -10,12 +10,10 @@ from grpo_mp.algorithms.evaluation import (
     Estimate,
     EvalScore,
     Votes,
-    plot_pass_at_k,
     read_scores,
     score_eval_set,
     step_file,
     write_scores,
-    write_svg,
 )
 from grpo_mp.monitor.metrics import find_metric
 from grpo_mp.trainer.metrics import eval_metrics
@@ -123,25 +121,8 @@ def test_scores_are_read_back_from_their_file(tmp_path: Path) -> None:
         "{}",
         "[",
         json.dumps({"sets": {"a": sets["a"] | {"accuracy": "0.5"}}}),
-        json.dumps({"sets": {"a": sets["a"] | {"samples": None}}}),
-        json.dumps({"sets": {"a": sets["a"] | {"pass_at": {"two": point}}}}),
         json.dumps({"sets": {"a": sets["a"] | {"pass_at": {"2": point | {"value": []}}}}}),
     ):
         file.write_text(text)
         with pytest.raises(UserError, match=r"step_000020\.json: no scores of an evaluation"):
             read_scores(file)
-
-
-def test_the_plot_has_lines_for_before_and_after(tmp_path: Path) -> None:
-    before, after = score_eval_set(*samples("Raa", "aab")), score_eval_set(*samples("RRR", "Rab"))
-    figure = plot_pass_at_k({"a": before, "b": before}, {"a": after, "b": after, "one": EvalScore(1.0, 1.0, 4.0)})
-    assert figure is not None
-    assert len(figure.axes) == 2
-    lines = {line.get_label(): line.get_ydata() for line in figure.axes[0].get_lines()}
-    assert lines.keys() == {"before: pass@k", "before: maj@k", "after: pass@k", "after: maj@k"}
-    assert lines["before: pass@k"] == pytest.approx([1 / 6, 1 / 3, 1 / 2])
-    assert lines["after: pass@k"] == pytest.approx([2 / 3, 5 / 6, 1])
-    write_svg(figure, tmp_path / "one.svg")
-    write_svg(figure, tmp_path / "two.svg")
-    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
-    assert plot_pass_at_k({}, {"one": EvalScore(1.0, 1.0, 4.0)}) is None

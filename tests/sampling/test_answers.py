@@ -140,23 +140,9 @@ def test_rows_rates_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert rates == {f"question {prompt}": prompt % 5 / ANSWERS for prompt in range(9)}
 
 
-def test_a_record_that_was_cut_is_left_out(tmp_path: Path) -> None:
-    record(tmp_path)
-    file = tmp_path / GROUPS / "step_000002" / "rank_0.journal"
-    file.write_bytes(file.read_bytes()[:-3])
-    assert sorted(read_recorded(tmp_path, 10)) == [prompt for prompt in range(10) if prompt != 9]
-
-
 def test_a_prompt_that_has_changed_is_refused(tmp_path: Path) -> None:
     record(tmp_path)
     changed = [Prompt(number, "another", (99,)) for number in range(10)]
     with pytest.raises(UserError, match="prompt 0 is another than the one that was answered: the data has changed"):
         AnswerWriter(tmp_path, changed, {}).write(read_recorded(tmp_path, 10), {})
     assert not (tmp_path / SAMPLES).exists()
-
-
-def test_rows_of_episodes_name_the_tools_of_their_prompt(tmp_path: Path) -> None:
-    record(tmp_path)
-    AnswerWriter(tmp_path, PROMPTS, {}, TOOLS).write(read_recorded(tmp_path, 1), {})
-    rows = parquet.read_table(tmp_path / SAMPLES).to_pylist()
-    assert [json.loads(row["tools"]) for row in rows] == [TOOLS] * ANSWERS

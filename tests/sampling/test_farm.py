@@ -76,8 +76,7 @@ def check_answers(folder: Path, prompts: Sequence[int] = range(PROMPTS)) -> None
             assert sample.tokens == tuple(token_of(prompt, sample.index, place) for place in range(length))
 
 
-@pytest.mark.parametrize("engines", [1, 2, 3])
-@pytest.mark.parametrize("concurrent_groups", [1, 4, 64])
+@pytest.mark.parametrize(("engines", "concurrent_groups"), [(1, 4), (2, 1), (3, 64)])
 def test_all_prompts_are_answered_once(
     tmp_path: Path, one_rank_group: dist.ProcessGroup, engines: int, concurrent_groups: int
 ) -> None:
@@ -91,7 +90,7 @@ def test_all_prompts_are_answered_once(
     assert total.tokens_per_s == pytest.approx(total.tokens / total.seconds)
 
 
-@pytest.mark.parametrize("done", [set(range(30)), set(range(1, PROMPTS, 2)), {0, 59}, set(range(PROMPTS))])
+@pytest.mark.parametrize("done", [set(range(1, PROMPTS, 2)), set(range(PROMPTS))])
 def test_what_is_done_is_not_asked_again(tmp_path: Path, one_rank_group: dist.ProcessGroup, done: set[int]) -> None:
     farm = make_farm(tmp_path, one_rank_group, [FakeEngine(), FakeEngine(1)])
     assert farm.run(done).prompts == PROMPTS - len(done)

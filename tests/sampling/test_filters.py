@@ -105,11 +105,9 @@ OWN = """
 def odd(prompt, samples): return [s.index % 2 == 1 for s in samples]
 def fails(prompt, samples): raise KeyError("level")
 def short(prompt, samples): return [True]
-def numbers(prompt, samples): return [1 for _ in samples]
 class AtLeast:
     def __init__(self, tokens): self.tokens = tokens
     def __call__(self, prompt, samples): return [len(s.tokens) >= self.tokens for s in samples]
-def one_argument(samples): ...
 """
 
 
@@ -128,16 +126,12 @@ def test_own_functions_and_classes_are_filters() -> None:
 
 REFUSED = {
     "rihgt": r"unknown filter of samples 'rihgt' \(did you mean right\?\): there are right, best",
-    "own.py:none": "own.py has no none",
-    "own.py:one_argument": r"is called with \(prompt, samples\)",
     "own.py:fails": r"sample.filters.own.py:fails: prompt 3: it failed: KeyError: 'level'",
     "own.py:short": r"prompt 3: it returned \[True\]: return true or false for each of the 2",
-    "own.py:numbers": r"prompt 3: it returned \[1, 1\]: return true or false",
 }
 WRONG_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"best": {"k": 0}}, "sample.filters.best: k: Input should be greater than 0"),
     ({"best": {"k": 5}}, "sample.filters.best: the best k=5 of 4 answers to a prompt are all: lower k, or raise --s"),
-    ({"best": {"n": 1}}, "sample.filters.best 'best': its arguments: .*unexpected keyword argument 'n'"),
 ]
 
 
@@ -154,12 +148,7 @@ def test_arguments_are_checked_at_the_start(named: dict[str, Any], sentence: str
         kept([], named)
 
 
-def test_right_needs_to_know_what_is_right() -> None:
-    with pytest.raises(UserError, match="no reward term defines correctness"):
-        kept([], "right", knows_correct=False)
-
-
-@pytest.mark.parametrize("filters", [["right", "right"], [["right"]], {"right": 1}, 3])
+@pytest.mark.parametrize("filters", [["right", "right"], {"right": 1}])
 def test_filters_are_a_list_or_a_mapping(filters: Any) -> None:
     with pytest.raises(UserError, match=r"test.yaml: sample.filters"):
         check_settings(MINIMAL_SETTINGS | {"sample": {"filters": filters}}, "test.yaml")

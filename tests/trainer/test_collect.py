@@ -226,21 +226,6 @@ def test_steps_train_on_the_prompts_in_their_order_whoever_is_faster(one_rank_jo
     assert bool(mixed) == bool(max_staleness)
 
 
-def test_nothing_that_was_generated_is_lost(one_rank_job: Any) -> None:
-    engines = [FakeEngine(), FakeEngine(1)]
-    collect = collector(one_rank_job, engines, 12, {}, max_staleness=1)
-    batches = run_steps(collect, engines, 6)
-    trained = sum(info.response_tokens for batch in batches for info in batch.launched)
-    carried = sum(
-        sum(map(len, (output.tokens for output in group.outputs)))
-        if not isinstance(group, SampleGroup)
-        else sum(len(sample.tokens) for sample in group.samples)
-        for group in collect._carried.values()
-    )
-    assert trained + carried == sum(engine.generated for engine in engines)
-    assert all(batch.dropped.total() == 0 for batch in batches)
-
-
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_what_a_former_job_generated_is_counted_apart(one_rank_job: Any, max_staleness: int) -> None:
     """A job that ended after its step takes up the step's groups, and generates only what no record has."""
@@ -277,25 +262,10 @@ def test_groups_of_weights_that_are_too_old_are_counted_and_generated_again(one_
     assert {version for group in later.groups for one in group.samples for version in one.weight_versions} == {5}
 
 
-def test_slots_are_filled_with_later_groups_while_the_last_ones_run(one_rank_job: Any) -> None:
-    engines = [FakeEngine()]
-    run_steps(collector(one_rank_job, engines, 16, {}, virtual_time=True, max_staleness=1), engines, 3)
-    assert engines[0].most_running > 8 * GROUP
-
-
 def test_data_that_cannot_fill_a_step_is_an_error(one_rank_job: Any) -> None:
     collect = collector(one_rank_job, [FakeEngine()], 16, {"zero_std": "refill"}, group_size=1)
     with pytest.raises(UserError, match=r"step 1: of 80 groups only 0 pass algorithm\.filter\.metric=reward, 8 are"):
         collect.collect(TrainState(), 1)
-
-
-def test_error_of_an_engine_ends_the_step(one_rank_job: Any) -> None:
-    class BrokenEngine(FakeEngine):
-        async def generate(self, *_: Any, **__: Any) -> Any:
-            raise UserError("engine 0: gone")
-
-    with pytest.raises(UserError, match="engine 0: gone"):
-        collector(one_rank_job, [BrokenEngine()], 4, {}).collect(TrainState(), 1)
 
 
 def test_a_rank_does_not_wait_for_groups_of_one_that_failed(one_rank_job: Any) -> None:
@@ -306,7 +276,7 @@ def test_a_rank_does_not_wait_for_groups_of_one_that_failed(one_rank_job: Any) -
 
 
 @pytest.mark.parametrize(("schedule", "max_staleness"), [("one_step_off", 1), ("async", 1), ("async", 3)])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_what_engines_of_their_own_generate_is_neither_lost_nor_older_than_allowed(
     one_rank_job: Any, schedule: str, max_staleness: int, seed: int
 ) -> None:
@@ -339,7 +309,7 @@ def test_what_engines_of_their_own_generate_is_neither_lost_nor_older_than_allow
 @pytest.mark.parametrize(
     ("schedule", "max_staleness"), [("colocated", 1), ("colocated", 3), ("async", 2), ("async", 4)]
 )
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_with_a_budget_of_tokens_the_clock_decides_nothing(
     one_rank_job: Any, schedule: str, max_staleness: int, seed: int
 ) -> None:

@@ -48,7 +48,6 @@ def test_too_small_for_the_run_is_a_warning_until_it_has_what_it_keeps(small_dis
     ("settings", "checkpoints", "exports", "rollouts"),
     [
         (("run.save_every=1", "run.steps=9"), 3, 1, 3),
-        (("run.save_every=1", "run.steps=9", "run.keep_checkpoints=1"), 2, 1, 2),
         (("run.save_every=0", "run.steps=9", "run.export=false"), 1, 0, 9),
         (("run.save_every=5", "run.steps=9", "run.export_every=2", "rollout.dump=true"), 2, 5, 9 + 9),
     ],
@@ -62,13 +61,6 @@ def test_what_a_run_keeps_at_a_time(
     assert need.export == pytest.approx(written, rel=0.1)  # with the names of tensors
     assert need.checkpoint == 3 * need.export  # float32 weights and moments
     assert need.run == checkpoints * need.checkpoint + exports * need.export + rollouts * need.rollouts
-
-
-def test_a_checkpoint_has_the_reference_that_is_updated(tiny_run: TinyRun) -> None:
-    hf = HfConfig.read(tiny_run.model)
-    updated = load_settings(tiny_run.config, ["algorithm.kl={coef: 0.1, ref_update_every: 2}"])
-    need = disk_need(updated, hf)
-    assert need.checkpoint == 4 * need.export  # float32 weights twice, and moments
 
 
 @pytest.mark.parametrize("replay", ["none", "R3"])

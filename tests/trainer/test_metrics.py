@@ -10,7 +10,7 @@ import torch
 from grpo_mp.algorithms.loss_metrics import MAXIMA, SUMS, compute_metrics
 from grpo_mp.batching.shared_prompts import SamplePrompt
 from grpo_mp.batching.step_batch import StepBatch
-from grpo_mp.batching.updates import PackingRule, microbatches, plan_updates
+from grpo_mp.batching.updates import PackingRule, plan_updates
 from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.process_groups import Parallel
@@ -21,19 +21,13 @@ from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.trainer.metrics import (
     collect_metrics,
     distributions,
-    eval_reward_metrics,
-    logprob_tokens,
-    memory_metrics,
     packed_tokens,
     reduce_report,
     reward_metrics,
     rollout_metrics,
-    solve_rate_shares,
-    solve_rates,
     update_metrics,
 )
-from grpo_mp.trainer.phase_manager import MemoryUsage
-from grpo_mp.utils.types import Sample, SampleInfo
+from grpo_mp.utils.types import SampleInfo
 
 
 def info(group_id: int, index: int, reward: float, response: int, version: int = 4, **parts: float) -> SampleInfo:
@@ -115,38 +109,6 @@ def test_acceptance_length_is_a_mean_over_samples() -> None:
     forked = replace(INFOS[0], response_tokens=9, given_tokens=3, verify_steps=2, earlier=(drafted[1],))
     assert rollout_metrics([forked], 4)["rollout/acceptance_length"] == pytest.approx(np.mean([3, 4]))  # generated ones
     assert find_metric("rollout/acceptance_length", "scalar")
-
-
-def test_shares_of_groups_by_solve_rate() -> None:
-    shares = solve_rate_shares([0.0, 0.1, 0.25, 0.26, 0.75, 0.8, 1.0, 1.0])
-    assert {name.rsplit("/", 1)[1]: share * 8 for name, share in shares.items()} == {
-        "none": 1,
-        "to_25": 2,
-        "to_50": 1,
-        "to_75": 1,
-        "to_99": 1,
-        "all": 2,
-    }
-    assert solve_rate_shares([]) == {}
-
-
-def test_solve_rate_uses_is_correct() -> None:
-    without = [info(0, 0, -1.0, 4, length=0.2), info(0, 1, 0.3, 6, length=0.4)]
-    assert (solve_rates(without), solve_rates(INFOS)) == ([], [1 / 3, 0.0])
-    assert not [
-        name
-        for name in rollout_metrics(without, 4)
-        if name.endswith(("/correct", "/incorrect", "/accuracy", "/solve_all", "/solve_none", "/to_50"))
-    ]
-
-
-def test_eval_reward_metric_names() -> None:
-    stats = RewardStats(failures=Counter(answer=2, boxed=1))
-    stats.log("found it", 0.5)
-    values = eval_reward_metrics("arithmetic", stats)
-    assert values == {"eval/arithmetic/failures": 3, "eval/arithmetic/log/found_it": 0.5}
-    for name in values:
-        assert find_metric(name, "scalar")
 
 
 def test_updates_are_averaged_but_for_what_only_the_first_one_shows(parallel: Parallel) -> None:
@@ -233,19 +195,6 @@ def test_a_shared_prompt_is_one_packed_prompt() -> None:
     assert packed_tokens(batch) == sum(plan.tokens for plan in rank)  # nothing is padded
 
 
-def test_logprobs_of_a_shared_prompt_are_computed_once(parallel: Parallel) -> None:
-    nothing = {"rollout_logprobs": (0.0,) * 5, "weight_versions": (0,) * 5, "truncated": False}
-    samples = [Sample(7, index, tuple(range(11)), tuple(range(5)), **nothing) for index in range(3)]
-    (update,) = plan_updates([16] * 3, 1, LARGE, prompts=[SamplePrompt(7, 11)] * 3)
-    (batch,) = microbatches(update, dict(enumerate(samples)), [1.0] * 3, [1.0] * 3, 0, 0)
-    assert logprob_tokens([[batch]], parallel) == 0
-    scored = replace(batch, old_logprobs=batch.rollout_logprobs)
-    assert logprob_tokens([[scored]], parallel) == 10 + 3 * 6
-    assert logprob_tokens([[replace(scored, values=batch.rollout_logprobs)]], parallel) == 2 * (
-        10 + 3 * 6
-    )  # a critic's
-
-
 def test_kl_is_the_mean_over_the_updates_that_measured_it(parallel: Parallel) -> None:
     """At weight 0 a reference may be asked in one update of the step only."""
 
@@ -273,32 +222,6 @@ def test_what_the_rewards_met() -> None:
         "reward/failures": 3,
         "reward/unscored": 4,
         "reward/log/a_b": 1.5,
-    }
-    for name in values:
-        assert find_metric(name, "scalar")
-
-
-def test_histograms_hold_every_sample_and_every_token_s_advantage() -> None:
-    values = distributions(INFOS, (0.5, -0.5, torch.tensor([1.0, 2.0])))
-    assert values == {
-        "reward/values": [1.5, 0.5, 0.0, 0.5, 0.5],
-        "rollout/response_length/values": [4, 16, 7, 9, 16],
-        "rollout/solve_rate": [1 / 3, 0.0],
-        "train/advantages": [0.5, -0.5, 1.0, 2.0],
-    }
-    for name in values:
-        assert find_metric(name, "histogram")
-
-
-def test_memory_of_each_phase(parallel: Parallel) -> None:
-    values = memory_metrics({"TRAIN": MemoryUsage(1, 2, 3), "GENERATE": MemoryUsage(4, 5, 6)}, parallel)
-    assert values == {
-        "memory/train/host_bytes": 1.0,
-        "memory/train/device_bytes": 2.0,
-        "memory/train/peak_device_bytes": 3.0,
-        "memory/generate/host_bytes": 4.0,
-        "memory/generate/device_bytes": 5.0,
-        "memory/generate/peak_device_bytes": 6.0,
     }
     for name in values:
         assert find_metric(name, "scalar")

@@ -12,32 +12,12 @@ import torch.distributed as dist
 
 from grpo_mp.distributed.nccl_memory import NcclMemory
 from grpo_mp.distributed.process_groups import Parallel
-from grpo_mp.policy.offload import PolicyOffloader
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.trainer.offload import offload_functions
 from grpo_mp.utils.errors import EngineError
-from grpo_mp.utils.phases import Residency
 from tests.policy.test_checkpoint import make_policy
 
 NO_ENGINE = cast(Rollout, SimpleNamespace(client=None, losing_engine=nullcontext, reward_servers=None))
-
-
-def test_every_part_has_a_function_and_parts_that_stay_are_left_alone(
-    parallel: Parallel, tmp_path: Path, monkeypatch: Any
-) -> None:
-    moved: list[str] = []
-    monkeypatch.setattr(PolicyOffloader, "move", lambda self, part, onload: moved.append(part))
-    policy = make_policy(tmp_path, parallel)
-
-    def moved_parts(optimizer_moves: bool) -> list[str]:
-        moved.clear()
-        functions = offload_functions(policy, NO_ENGINE, optimizer_moves, communicators=None)
-        for part in vars(Residency()):
-            functions[part](True)
-        return list(moved)
-
-    assert moved_parts(optimizer_moves=True) == ["policy_weights", "gradients", "optimizer"]
-    assert moved_parts(optimizer_moves=False) == ["policy_weights", "gradients"]
 
 
 def test_ranks_meet_before_communicators_are_suspended(parallel: Parallel, tmp_path: Path, monkeypatch: Any) -> None:

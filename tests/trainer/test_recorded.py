@@ -17,7 +17,7 @@ from grpo_mp.config import load_settings
 from grpo_mp.data.prompts import PromptSet
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.groups import PausedGroup
-from grpo_mp.rollout.journal import GroupJournal, best_records, find_paused, load, read_records
+from grpo_mp.rollout.journal import GroupJournal, best_records, load, read_records
 from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import RolloutTask
 from grpo_mp.trainer import collect as collect_module
@@ -234,22 +234,6 @@ def taken_by(readers: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> lis
     return [{n: list(parts[0].samples) for n, parts in groups.items() if parts} for groups in loaded]
 
 
-def test_episodes_of_a_lost_engine_are_taken_up_with_those_of_the_engine_that_went_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The job is killed after that: two ranks read one engine's file each."""
-    lost, other = GroupJournal(tmp_path, 0), GroupJournal(tmp_path, 1)
-    for index in (0, 1):
-        lost.append(1, 4, episode_of(4, index, 0), RewardStats(), False)
-    recalled = find_paused(tmp_path, [1], 4, Prompt(4, "", (4,)))
-    assert recalled
-    assert [sample.index for sample in recalled.samples] == [0, 1]
-    other.append(1, 4, episode_of(4, 2, 0), RewardStats(), False)
-    taken = taken_by(2, tmp_path, monkeypatch)
-    assert sorted(map(len, taken)) == [0, 1]
-    assert [sample.index for groups in taken for sample in groups.get(4, ())] == [0, 1, 2]
-
-
 def test_episodes_of_a_group_that_goes_on_in_the_next_step_are_taken_up_by_one_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,7 +250,7 @@ def test_episodes_of_a_group_that_goes_on_in_the_next_step_are_taken_up_by_one_r
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("readers", [1, 2, 3])
+@pytest.mark.parametrize("readers", [1, 3])
 def test_each_group_is_taken_up_whole_by_one_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, readers: int, seed: int
 ) -> None:
@@ -292,21 +276,10 @@ def test_each_group_is_taken_up_whole_by_one_rank(
         assert sum(map(bool, taken)) > 1  # no rank has them all
 
 
-CODE = {
-    "reward": ("reward.functions={'FILE:brief': 0.5}",),
-    "tool": ("rollout.tools=['FILE:brief']", "rollout.tool_parser=qwen25"),
-    "loss": ("algorithm.policy_loss='FILE:brief'",),
-}
-
-
-@pytest.mark.parametrize("settings", CODE.values(), ids=CODE)
-def test_groups_of_other_code_or_data_are_dropped(
-    tiny_run: TinyRun, one_rank_job: Any, tmp_path: Path, settings: tuple[str, ...]
-) -> None:
+def test_groups_of_other_code_or_data_are_dropped(tiny_run: TinyRun, one_rank_job: Any, tmp_path: Path) -> None:
     """By one sentence, which names the file; of the same code, or where a logger's has changed, they stay."""
     file, logger, folder = tmp_path / "my_code.py", tmp_path / "my_logger.py", tmp_path / "run"
-    own = [one.replace("FILE", str(file)) for one in settings]
-    own += [f"monitor.loggers=['{logger}:Mine']", f"run.folder={folder}"]
+    own = [f"reward.functions={{'{file}:brief': 0.5}}", f"monitor.loggers=['{logger}:Mine']", f"run.folder={folder}"]
     job: Any = SimpleNamespace(rank=0, group=one_rank_job.group)
     sample = Sample(0, 0, (1,), (5, 6), (-1.0, -1.0), (0, 0), False)
 
@@ -348,11 +321,3 @@ def test_no_group_is_dropped_as_stale_where_steps_stop_their_updates_early(one_r
         parts.outputs if isinstance(parts, PausedGroup) else parts.samples for parts in collect._carried.values()
     ]
     assert trained + sum(len(part.tokens) for parts in carried for part in parts) == engine.generated
-
-
-def test_groups_that_a_run_can_take_up_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for rank, groups in enumerate([(3, 4, 4), (5, 9)]):
-        journal = GroupJournal(tmp_path, rank)
-        for place, group_id in enumerate(groups):
-            journal.append(1, group_id, episode_of(group_id, place, 0), RewardStats(), False)
-    assert [share.count(4) for share in read_by(2, tmp_path, monkeypatch)] == [3, 3]

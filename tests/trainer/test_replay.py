@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch.distributed as dist
 
@@ -31,9 +30,8 @@ from grpo_mp.trainer.replay import (
     step_file,
 )
 from grpo_mp.utils.errors import UserError
-from grpo_mp.utils.types import Prompt, Sample, SampleGroup, TopLogprobs
+from grpo_mp.utils.types import Prompt, Sample, SampleGroup
 from tests.conftest import TinyRun
-from tests.trainer.test_refused import copy_with_other_tokens
 
 STATE = TrainState(1, cursor=Cursor(1, 2, 3, (4, 5)), groups_launched=8, skipped_until={4: 9})
 STATS = RewardStats(Counter(a=1), {"a": "why"}, values={"most": [float("inf")]})
@@ -62,7 +60,6 @@ def write(
     step: int,
     shape: RolloutShape,
     teacher: Sequence[tuple[float, ...]] = ((), ()),
-    topk: Sequence[int] = (0, 0),
 ) -> None:
     prompt = Prompt(0, "?", (1,))
     samples = [
@@ -75,7 +72,6 @@ def write(
             (0,),
             False,
             teacher_logprobs=teacher[rank],
-            teacher_topk=top(topk[rank]),
         )
         for rank in range(2)
     ]
@@ -84,17 +80,6 @@ def write(
     for rank, group in enumerate(groups):
         batch = RolloutBatch([group], infos, infos, Counter(surplus=1), STATS, 0, 1.0, STATE)
         dump_step(folder, step, batch, shape, rank, ranks=2)
-
-
-def top(k: int) -> TopLogprobs | None:
-    return TopLogprobs(np.arange(k, dtype=np.int32)[None], np.full((1, k), -5.0, np.float32)) if k else None
-
-
-def test_what_the_trainer_needs_to_know_comes_back(folder: Path, settings: Settings, hf: HfConfig) -> None:
-    facts = open_replay(folder, settings, hf, first=1).facts
-    assert list(facts) == [1, 2]
-    assert facts[2].state == STATE
-    assert (facts[2].dropped, facts[2].reward_stats) == (Counter(surplus=1), STATS)
 
 
 def collector_of(replay: ReplayedRollouts, group: dist.ProcessGroup) -> ReplayCollector:
@@ -139,23 +124,6 @@ def test_distillation_needs_what_the_teacher_said_of_all_ranks_samples(
     assert sentence in refusal(folder, settings, hf)
     write(folder, 2, RolloutShape.of(settings, hf), ((-2.0,), (-3.0,)))
     assert open_replay(folder, settings, hf, first=1)
-
-
-def test_distillation_needs_as_many_tokens_of_the_teacher(folder: Path, tiny_run: TinyRun, hf: HfConfig) -> None:
-    """Fewer than were written are the most likely of them."""
-
-    def settings(topk: int) -> Settings:
-        changes = ["run.steps=2", f"algorithm.distillation={{teacher: {{url: 'http://x'}}, topk: {topk}}}"]
-        return load_settings(tiny_run.config, changes)
-
-    for step, written in ((1, (4, 4)), (2, (4, 3))):
-        write(folder, step, RolloutShape.of(settings(3), hf), ((-2.0,), (-3.0,)), written)
-    assert refusal(folder, settings(4), hf) == (
-        f"{folder}: step 2 has logprobs of 3 of the teacher's most likely tokens: set algorithm.distillation.topk=3"
-    )
-    assert open_replay(folder, settings(3), hf, first=1)
-    write(folder, 2, RolloutShape.of(settings(3), hf), ((-2.0,), (-3.0,)), (0, 3))
-    assert refusal(folder, settings(3), hf).endswith("set algorithm.distillation.topk=null")
 
 
 def refusal(folder: Path, settings: Settings, hf: HfConfig) -> str:
@@ -214,17 +182,6 @@ def test_the_command_refuses_before_anything_starts(
             main([*start, *arguments])
         assert capfd.readouterr().err.startswith(message)
     assert not run.exists()
-
-
-def test_a_critic_that_reads_other_tokens_is_refused(
-    folder: Path, tiny_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    critic = tmp_path / "critic"
-    copy_with_other_tokens(tiny_run.model, critic)
-    settings = [f"run.folder={tmp_path / 'run'}", "run.steps=2", "algorithm=ppo", f"critic.path={critic}"]
-    with pytest.raises(SystemExit):
-        main([str(tiny_run.config), *settings, "--dry-run", "--ranks", "2", "--replay", str(folder)])
-    assert capfd.readouterr().err.startswith(f"error: critic.path={critic}: its tokenizer is another than the policy's")
 
 
 def test_the_command_passes_over_a_damaged_checkpoint(

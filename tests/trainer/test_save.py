@@ -28,7 +28,7 @@ from grpo_mp.trainer.job import build_policy
 from grpo_mp.trainer.loop import TrainingLoop
 from grpo_mp.trainer.save import CheckpointSaver, FailedSaves
 from grpo_mp.trainer.step_logger import StepLogger
-from grpo_mp.utils.errors import DiskError, PhaseTimeout
+from grpo_mp.utils.errors import DiskError
 from tests.conftest import TinyRun
 from tests.trainer.one_step import OneStep, make_batch
 from tests.trainer.test_update import SETTINGS, groups
@@ -142,15 +142,11 @@ def test_weights_that_nothing_swaps_or_moves_are_written_beside_the_run(
     assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize(("kl", "weights_stay", "made"), [(0.0, True, 1), (0.0, False, 2), (0.1, False, 3)])
 def test_a_save_has_one_piece_of_pinned_memory_at_a_time(
     tiny_run: TinyRun,
     parallel: Parallel,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    kl: float,
-    weights_stay: bool,
-    made: int,
 ) -> None:
     """Also where weights and state, and a reference, are written from it."""
     buffers: list[weakref.ref[PinnedBuffer]] = []
@@ -162,23 +158,10 @@ def test_a_save_has_one_piece_of_pinned_memory_at_a_time(
         return buffer
 
     monkeypatch.setattr(chunk_files, "PinnedBuffer", watched)
-    trainer = make_trainer(tiny_run, parallel, tmp_path, f"algorithm.kl.coef={kl}")
-    with saver_of(trainer, weights_stay) as saver:
-        saver.save(TrainState(step=1, reference_updated=kl > 0))
-    assert len(buffers) == made
-
-
-@pytest.mark.parametrize(("kl", "weights_stay"), [(0.1, True), (0.0, False)])
-def test_other_weights_are_written_when_the_run_goes_on(
-    tiny_run: TinyRun, parallel: Parallel, tmp_path: Path, gate: Gate, kl: float, weights_stay: bool
-) -> None:
-    """Those that a reference is swapped with, and those that leave the device for the engines."""
-    trainer = make_trainer(tiny_run, parallel, tmp_path, f"algorithm.kl.coef={kl}")
-    with saver_of(trainer, weights_stay) as saver:
-        saver.save(TrainState(step=1))
-        written = [file.parent.name for file in checkpoint_folder(tmp_path, 1).rglob("*.bin")]
-        gate.opened.set()
-    assert written == ["policy"]
+    trainer = make_trainer(tiny_run, parallel, tmp_path)
+    with saver_of(trainer) as saver:
+        saver.save(TrainState(step=1, reference_updated=True))
+    assert len(buffers) == 3
 
 
 def test_the_next_save_waits_for_the_last(tiny_run: TinyRun, parallel: Parallel, tmp_path: Path, gate: Gate) -> None:
@@ -251,14 +234,6 @@ def test_a_run_that_fails_completes_its_last_checkpoint(
     with pytest.raises(ZeroDivisionError):
         fail_after_save()
     assert latest_checkpoint(tmp_path) == checkpoint_folder(tmp_path, 1)
-
-
-def test_a_wait_has_a_limit(tiny_run: TinyRun, parallel: Parallel, tmp_path: Path, gate: Gate) -> None:
-    trainer = make_trainer(tiny_run, parallel, tmp_path)
-    saver = CheckpointSaver(trainer.settings.run, trainer.policy, limit_s=0.1)
-    saver.save(TrainState(step=1))
-    with pytest.raises(PhaseTimeout, match=r"^rank 0: SAVE in the background passed its limit of 0\.1 s"):
-        saver.finish()
 
 
 def loop_of(ctx: Any, first_step: int = 0) -> TrainingLoop:

@@ -13,7 +13,7 @@ from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.config import load_settings
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.policy.trained_model import UpdateReport
-from grpo_mp.trainer.loop import count_in_a_row, describe_skipped, note_skipped
+from grpo_mp.trainer.loop import note_skipped
 from grpo_mp.trainer.update import train_step
 from grpo_mp.utils.errors import EarlyStopError
 from grpo_mp.utils.types import MicroBatch
@@ -77,12 +77,6 @@ def test_a_norm_above_the_limit_is_left_out(tiny_run: TinyRun, parallel: Paralle
         assert all(map(torch.equal, before, weights(trainer.policy))) is skipped
 
 
-def test_updates_in_a_row_are_counted_over_steps() -> None:
-    reports = [UpdateReport([], 1.0, 0.1, skipped) for skipped in (True, False, True, True)]
-    assert count_in_a_row(2, reports) == [3, 0, 1, 2]
-    assert count_in_a_row(2, reports[1:2]) == [0]
-
-
 @pytest.mark.parametrize("model", ["", "critic"])
 def test_skipped_updates_in_a_row_stop_the_run(tiny_run: TinyRun, parallel: Parallel, model: str) -> None:
     settings, notes = load_settings(tiny_run.config, ["optimizer.max_skipped_updates=3"]), list[str]()
@@ -97,11 +91,3 @@ def test_skipped_updates_in_a_row_stop_the_run(tiny_run: TinyRun, parallel: Para
     assert note_skipped(ctx, [skipped], 6, model) == 2
     with pytest.raises(EarlyStopError, match=r"^step 7: .* 3 in a row: .* after optimizer.max_skipped_updates=3: "):
         note_skipped(ctx, [skipped, skipped], 7, model)
-
-
-def test_the_sentence_names_norms_and_parameters() -> None:
-    reports = [UpdateReport([], norm, 0.1, norm != 1.0) for norm in (float("nan"), 1.0, 1234.5)]
-    assert describe_skipped(reports, ["a", "b", "c", "d"]) == (
-        "gradient norm nan, 1.23e+03, not finite in a, b, c and 1 more"
-    )
-    assert "not finite" not in describe_skipped(reports[1:], [])
