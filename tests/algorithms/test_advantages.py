@@ -1,7 +1,6 @@
 """Advantages against their formulas, written out group by group in float64."""
 
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -86,50 +85,19 @@ def test_any_rewards_in_any_groups(samples: list[tuple[int, float]], kind: tuple
     )
 
 
-@given(GROUPED_REWARDS, KINDS, st.randoms(use_true_random=False))
-def test_sample_order_does_not_matter(
-    samples: list[tuple[int, float]], kind: tuple[str, str], shuffle: random.Random
-) -> None:
-    order = list(range(len(samples)))
-    shuffle.shuffle(order)
-    settings = {"baseline": kind[0], "scale": kind[1]}
-    in_order = advantages([reward for _, reward in samples], [group for group, _ in samples], **settings)
-    shuffled = advantages([samples[i][1] for i in order], [samples[i][0] for i in order], **settings)
-    limits = tolerances([reward for _, reward in samples], kind[1] != "none")
-    np.testing.assert_allclose([in_order[i] for i in order], shuffled, **limits)
-
-
 def test_one_group_by_hand() -> None:
     assert advantages([0.0, 1.0, 2.0], [7, 7, 7], eps=1e-300) == (-1.0, 0.0, 1.0)
     assert advantages([0.0, 1.0, 5.0], [7, 7, 7], scale="none") == (-2.0, -1.0, 3.0)
     assert advantages([0.0, 1.0, 5.0], [7, 7, 7], scale="none", baseline="leave_one_out") == (-3.0, -1.5, 4.5)
 
 
-@pytest.mark.parametrize("reward", [0.1, 1 / 3, 1e6 + 0.1, -0.7])
-@pytest.mark.parametrize("size", [1, 3, 7, 10])
+@pytest.mark.parametrize("reward", [1 / 3, 1e6 + 0.1])
+@pytest.mark.parametrize("size", [1, 7])
 @pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out"])
 def test_a_group_without_difference_is_exactly_zero(reward: float, size: int, baseline: str) -> None:
     actual = advantages([reward] * size + [0.0, 1.0], [4] * size + [2, 2], baseline=baseline)
     assert actual[:size] == (0.0,) * size
     assert actual[size] == -actual[size + 1] < 0
-
-
-def test_empty_input() -> None:
-    assert advantages([], []) == ()
-
-
-def test_rewards_normalized_apart_before_they_are_summed() -> None:
-    """GDPO: a reward of large spread does not drown one of small spread; the sum is normalized over the batch."""
-    right, style, ids = [0.0, 1.0, 1.0, 0.0, 0.0, 1.0], [0.01, 0.02, 0.01, 0.02, 0.01, 0.03], [0, 0, 0, 1, 1, 1]
-    parts = [{"right": a, "style": b} for a, b in zip(right, style, strict=True)]
-    actual = estimate_decoupled(sample_infos(ids, parts), AdvantageConfig(eps=EPS), {"right": 2.0, "style": 0.5})
-
-    def normal(values: list[float]) -> np.ndarray:
-        groups = np.array(values).reshape(2, 3)
-        return ((groups - groups.mean(1, keepdims=True)) / (groups.std(1, ddof=1, keepdims=True) + EPS)).ravel()
-
-    total = 2.0 * normal(right) + 0.5 * normal(style)
-    np.testing.assert_allclose(actual, (total - total.mean()) / (total.std(ddof=1) + EPS), rtol=1e-12)
 
 
 def test_missing_parts_and_zero_std_groups_count_nothing() -> None:
@@ -201,34 +169,8 @@ def test_samples_without_a_reward_count_nowhere(settings: dict[str, str]) -> Non
         assert [value for value, info in zip(found, infos, strict=True) if info.is_scored] == pytest.approx(by_formula)
 
 
-@pytest.mark.parametrize(
-    ("scored", "settings", "expected"),
-    [
-        ([1.0, 0.0], {}, [1 / math.sqrt(2), -1 / math.sqrt(2)]),
-        ([1.0, 0.0], {"baseline": "leave_one_out", "scale": "none"}, [1.0, -1.0]),
-        ([1.0, 0.0], {"scale": "none"}, [0.5, -0.5]),
-        ([1.0], {}, [0.0]),
-        ([1.0, 1.0, 1.0], {}, [0.0, 0.0, 0.0]),
-    ],
-)
-def test_two_of_three_samples_have_a_reward(
-    scored: list[float], settings: dict[str, Any], expected: list[float]
-) -> None:
-    advantage = AdvantageConfig.model_validate({"eps": 1e-12, **settings})
-    infos = sample_infos([1] * (len(scored) + 1), rewards=[*scored, UNSCORED])
-    infos[-1] = replace(infos[-1], is_scored=False)
-    found = estimate_advantages(load_estimator(advantage), infos, advantage, {})
-    assert found == pytest.approx([*expected, 0.0])
-
-
 def test_rewards_of_steps_count_where_the_answer_has_none() -> None:
     advantage = AdvantageConfig(level="process", eps=1e-12)
     infos = [replace(info, is_scored=False) for info in sample_infos([1, 1], steps=[((4, 1.0),), ((4, 0.0),)])]
     first, second = estimate_advantages(load_estimator(advantage), infos, advantage, {})
     assert [float(torch.as_tensor(one)[0]) for one in (first, second)] == pytest.approx([0.5**0.5, -(0.5**0.5)])
-
-
-def test_a_tutorials_four_answers_to_a_question_about_apples() -> None:
-    rewards = [1.5, 1.0, 0.0, 0.0]
-    assert advantages(rewards, [2] * 4, scale="none") == (0.875, 0.375, -0.625, -0.625)
-    assert advantages(rewards, [2] * 4, eps=1e-300) == pytest.approx((7 / 6, 0.5, -5 / 6, -5 / 6))

@@ -38,7 +38,3 @@ def test_the_control_token_has_a_weight_of_its_own() -> None:
     (long, short), alpha, count = weights([(4, True), (1, True)], "decoupled", control_token_weight=0.01), 0.01, 2
     assert long == pytest.approx([alpha / count] + [1 / (3 * count)] * 3)
     assert short == pytest.approx([alpha / count])
-
-
-def test_an_update_in_which_nothing_learns() -> None:
-    assert weights([(3, False), (2, False)], "token_mean") == [[0.0] * 3, [0.0] * 2]

@@ -33,11 +33,6 @@ def test_groups_are_dropped_by_accuracy_where_the_rule_says_so() -> None:
     assert [BY_ACCURACY(group) for group in groups] == [True, False]
 
 
-def test_group_without_verdicts_is_dropped_by_its_rewards() -> None:
-    unknown = [[replace(info, is_correct=None) for info in group_of(*rewards)] for rewards in ((1.0, 1.0), (0.0, 1.0))]
-    assert [BY_ACCURACY(group) for group in unknown] == [False, True]
-
-
 def test_a_sample_of_unknown_correctness_is_no_difference() -> None:
     for right in (True, False):
         group = [replace(info, is_correct=right, reward=float(right)) for info in group_of(*[1.0] * 7)]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_mp.algorithms.loss_metrics import MAXIMA, SUMS, compute_metrics, merge_reports, mismatch_band
+from grpo_mp.algorithms.loss_metrics import MAXIMA, SUMS, compute_metrics, merge_reports
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from tests.algorithms.objective import UpdateData, draw_update, loss_of, objective, to_microbatches
 
@@ -124,22 +124,3 @@ def test_a_ratio_that_is_no_number_shows_in_mean_and_maximum(place: int) -> None
     actual = report(update, 16)
     assert np.isnan(actual["train/ratio/mean"])
     assert max(1.0, actual["train/ratio/max"]) == max(actual["train/ratio/max"], 1.0) == np.inf
-
-
-@pytest.mark.parametrize(("error", "band"), [(1.0, 0), (1.05, 0), (1.2, 1), (1.5, 1), (1.6, 2), (float("nan"), 2)])
-def test_bands_of_the_mismatch(error: float, band: int) -> None:
-    assert mismatch_band(error) == band
-
-
-def test_constant_probabilities_count_as_agreement() -> None:
-    half = [np.full(4, np.log(0.5), np.float32)]
-    assert report(UpdateData([0], [1.0], half, half, half, None), 10_000)["mismatch/pearson"] == 1.0
-
-
-def test_a_rank_that_reports_nothing_adds_nothing() -> None:
-    sums, maxima = merge_reports([])
-    assert (sums.shape, maxima.shape) == ((len(SUMS),), (len(MAXIMA),))
-    values = compute_metrics(dict.fromkeys((*SUMS, *MAXIMA), 0.0))
-    assert not sums.any()
-    assert not maxima.any()
-    assert all(np.isfinite(value) for value in values.values())

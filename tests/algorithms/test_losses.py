@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_mp.algorithms.losses import LossCoefficients, estimate_kl
+from grpo_mp.algorithms.losses import estimate_kl
 from grpo_mp.algorithms.presets import PRESETS
 from grpo_mp.algorithms.settings import AlgorithmConfig, KLConfig
 from grpo_mp.batching.packing import gather_responses
@@ -19,7 +19,6 @@ ONE_MICROBATCH = 10_000  # tokens: more than any update here has
 LENGTHS = (1, 9, 2, 30, 17, 4, 4, 1)
 PAIRS = (0, 0, 0, 0, 1, 1, 1, 1)
 SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
-    "one token": ((1,), (0,)),
     "one group": ((5, 1, 12), (3, 3, 3)),
     "uneven groups, mixed": (LENGTHS, (0, 1, 0, 2, 1, 0, 3, 0)),
     "no group has a second sample": (LENGTHS, tuple(range(8))),
@@ -32,18 +31,15 @@ PARTS: dict[str, dict[str, Any]] = {
     "k3 clamped": {"kl": {"coef": 0.1, "estimator": "k3_clamped"}},
     "k3 unbiased": {"kl": {"coef": 0.1, "estimator": "k3_unbiased"}},
     "old logprobs of the engine": {"old_logprobs": "engine"},
-    "TIS": {"rollout_correction": {"kind": "truncate", "high": 2.0}},
     "TIS with a floor": {"rollout_correction": {"kind": "truncate", "low": 0.5, "high": 2.0}},
     "sequence TIS": {"rollout_correction": {"kind": "truncate", "level": "sequence", "high": 2.0}},
     "IcePop": {"rollout_correction": {"kind": "mask", "low": 0.5, "high": 5.0}},
-    "sequence mask": {"rollout_correction": {"kind": "mask", "level": "sequence", "high": 3.0}},
     "gspo with sequence mask": {
         "ratio": "sequence",
         "rollout_correction": {"kind": "mask", "level": "sequence", "low": 0.2, "high": 3.0},
     },
     "vespo with TIS": {"policy_loss": "vespo", "rollout_correction": {"kind": "truncate", "high": 2.0}},
     "off-policy sequence mask": {"rollout_correction": {"off_policy_mask_threshold": 0.01}},
-    "sapo on sequences": {"policy_loss": "sapo", "ratio": "sequence"},
     "product ratio": {"ratio": "product", "clip": {"low": 0.9, "high": 10.0}},
     "gspo with a KL": {"ratio": "sequence", "kl": {"coef": 0.3, "estimator": "k3_unbiased"}},
     "gspo-token with a KL": {"ratio": "sequence_token", "kl": {"coef": 0.3, "estimator": "k3_unbiased"}},
@@ -51,7 +47,6 @@ PARTS: dict[str, dict[str, Any]] = {
     "R1's equations": {"ratio": "product", "kl": {"coef": 0.1, "level": "sequence"}},
     "cispo on sequences": {"policy_loss": "cispo", "ratio": "sequence", "clip": {"low": 1.0, "high": 4.0}},
     "gmpo with token TIS": {"policy_loss": "gmpo", "rollout_correction": {"kind": "truncate", "high": 1.2}},
-    "gmpo with IcePop": {"policy_loss": "gmpo", "rollout_correction": {"kind": "mask", "low": 0.9, "high": 1.2}},
     "gmpo with sequence TIS": {
         "policy_loss": "gmpo",
         "rollout_correction": {"kind": "truncate", "level": "sequence", "high": 1.2},
@@ -120,7 +115,7 @@ def test_equal_to_the_objective(shape: str, log_ratio_std: float, name: str) -> 
         check(update, algorithm, ONE_MICROBATCH)
 
 
-@pytest.mark.parametrize("max_tokens", [4, 24, 40])
+@pytest.mark.parametrize("max_tokens", [4, 40])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_micro_batches_sum_to_the_same(max_tokens: int, name: str) -> None:
     algorithm = algorithm_of(name)
@@ -136,13 +131,6 @@ def test_extreme_log_ratios(name: str) -> None:
     old = [values - log_ratio for values, log_ratio in zip(update.logprobs, log_ratios, strict=True)]
     check(replace(update, rewards=[0.0, 1.0], old=old), algorithm, ONE_MICROBATCH)
     check(replace(update, rewards=[1.0, 0.0], old=old), algorithm, ONE_MICROBATCH)
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_without_advantages_only_the_kl_has_a_gradient(name: str) -> None:
-    algorithm = algorithm_of(name)
-    update = draw_update(LENGTHS, PAIRS, seed=7, kl=algorithm.kl.coef > 0)
-    check(replace(update, rewards=[1.5] * len(LENGTHS)), algorithm, ONE_MICROBATCH, [0.0] * len(LENGTHS))
 
 
 def test_a_token_without_rollout_logprob_is_masked_and_is_counted() -> None:
@@ -161,38 +149,7 @@ def test_a_token_without_rollout_logprob_is_masked_and_is_counted() -> None:
         assert all(bool(value.isfinite()) for value in report.values())
 
 
-def test_entropy_bonus_and_quantile_mask() -> None:
-    """L = ... - weight x mean entropy of the tokens that learn; the others get no policy loss, but the KL."""
-    algorithm = AlgorithmConfig.model_validate({"kl": {"coef": 0.1}, "entropy": {"coef": 0.3}})
-    update = draw_update(LENGTHS, PAIRS, seed=4)
-    (batch,), (logprobs,) = to_microbatches(update, algorithm, ONE_MICROBATCH)
-    entropy = torch.rand(len(batch.mask), generator=torch.Generator().manual_seed(0))
-    entropy_mask = batch.mask.bool() & (entropy >= 0.5)
-    batch = replace(batch, entropy_floor=0.5, entropy_weight=1.0 / int(entropy_mask.sum()))
-    leaf, entropy_leaf = logprobs.clone().requires_grad_(), entropy.clone().requires_grad_()
-    loss, _ = loss_of(algorithm)(leaf, entropy_leaf, batch)
-    gradient, entropy_gradient = torch.autograd.grad(loss, (leaf, entropy_leaf))
-    expected = torch.where(entropy_mask, -0.3 / int(entropy_mask.sum()), 0.0)
-    torch.testing.assert_close(entropy_gradient, expected, rtol=1e-6, atol=0)
-    unmasked, _ = loss_of(algorithm)(leaf, entropy, replace(batch, entropy_floor=-torch.inf, entropy_weight=0.0))
-    (unmasked_gradient,) = torch.autograd.grad(unmasked, leaf)
-    only_kl, _ = loss_of(algorithm)(leaf, entropy, replace(batch, advantages=batch.advantages * 0, entropy_weight=0.0))
-    (kl_gradient,) = torch.autograd.grad(only_kl, leaf)
-    torch.testing.assert_close(
-        gradient, torch.where(entropy_mask, unmasked_gradient, kl_gradient), rtol=1e-6, atol=1e-12
-    )
-
-
-def test_coefficients_replace_those_of_the_settings() -> None:
-    algorithm = AlgorithmConfig.model_validate({"kl": {"coef": 0.1}})
-    update = draw_update(LENGTHS, PAIRS, seed=4)
-    (batch,), (logprobs,) = to_microbatches(update, algorithm, ONE_MICROBATCH)
-    actual, _ = loss_of(algorithm, LossCoefficients(kl=0.7, entropy=0.0))(logprobs, torch.ones_like(logprobs), batch)
-    heavier = AlgorithmConfig.model_validate({"kl": {"coef": 0.7}})
-    assert actual.item() == pytest.approx(objective(update, heavier).loss, rel=1e-6)
-
-
-@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), float("-inf"), 1e30])
+@pytest.mark.parametrize("garbage", [float("nan"), 1e30])
 @pytest.mark.parametrize("first_update", [True, False])
 def test_values_at_prompts_and_padding_do_not_matter(garbage: float, first_update: bool) -> None:
     algorithm = AlgorithmConfig.model_validate({"kl": {"coef": 0.04}})
@@ -276,18 +233,3 @@ def test_token_corrections_of_losses_of_sequences_are_verls(preset: str, verl: s
     for ours, theirs in zip(objective(update, algorithm).gradients, verl_gradients(update, verl, 1.2), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
     check(update, algorithm, 24)
-
-
-def test_gspo_multiplies_a_sequence_by_the_mean_of_its_tokens_corrections() -> None:
-    """As TRL: verl weighs each token, which is gspo_token here."""
-    correction = {"rollout_correction": {"kind": "truncate", "high": 2.0}}
-    update = draw_update((12, 30, 17, 25), (0, 0, 1, 1), seed=5, log_ratio_std=1e-5, kl=False, rollout_std=0.3)
-    assert update.old is not None
-    plain, mean, by_token = (
-        objective(update, AlgorithmConfig.model_validate(PRESETS[name].settings["algorithm"] | extra)).gradients
-        for name, extra in (("gspo", {}), ("gspo", correction), ("gspo_token", correction))
-    )
-    for i, old in enumerate(update.old):
-        weights = np.exp(old.astype(np.float64) - update.rollout[i]).clip(max=2.0)
-        torch.testing.assert_close(mean[i], plain[i] * weights.mean())
-        torch.testing.assert_close(by_token[i], plain[i] * torch.from_numpy(weights), rtol=1e-4, atol=1e-9)

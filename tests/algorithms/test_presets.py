@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from grpo_mp.algorithms.presets import PRESETS, with_preset
+from grpo_mp.algorithms.presets import PRESETS
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.config import Settings, check_settings, dump_settings, load_settings
 from grpo_mp.utils.errors import UserError
@@ -48,12 +48,6 @@ def test_a_preset_s_name_sets_every_part_and_the_resolved_file_lists_them(name: 
 
 def _common(actual: Any, expected: Any) -> Any:
     return {key: actual[key] for key in expected} if isinstance(expected, dict) else actual
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_names_its_source_and_its_use(name: str) -> None:
-    assert len(PRESETS[name].source) > 20
-    assert PRESETS[name].use.endswith(".")
 
 
 # Written from the sources, not from presets.py: setting by setting what each says, by the paths of the settings file.
@@ -139,13 +133,6 @@ def test_constants_of_the_sources(name: str) -> None:
         assert actual == value, path
 
 
-def test_r1_makes_8192_samples_a_step() -> None:
-    tree = {key: value for key, value in BASE.items() if key not in ("optimizer", "rollout")}
-    rollout = {"max_prompt_tokens": 8, "max_response_tokens": 20}
-    settings = check_settings(tree | {"algorithm": "r1", "rollout": rollout, "optimizer": {}}, "test.yaml")
-    assert settings.samples_per_step == 8192
-
-
 def test_the_user_s_settings_override_the_preset_s(tmp_path: Path) -> None:
     settings = settings_of({"preset": "dapo", "clip": {"high": 0.5}})
     assert (settings.algorithm.clip.low, settings.algorithm.clip.high) == (0.2, 0.5)
@@ -154,14 +141,6 @@ def test_the_user_s_settings_override_the_preset_s(tmp_path: Path) -> None:
     assert load_settings(file, ["algorithm=dapo"]).algorithm.kl.coef == 0.0
     named = load_settings(write_settings(tmp_path, "dapo"), ["algorithm.clip.high=0.4"]).algorithm
     assert (named.preset, named.clip.high, named.aggregation) == ("dapo", 0.4, "token_mean")
-
-
-def test_presets_set_other_sections_unless_given() -> None:
-    assert with_preset({"algorithm": "r1", "rollout": {"group_size": 4}})["rollout"] == {
-        "prompts_per_step": 512,
-        "group_size": 4,
-    }
-    assert with_preset({"algorithm": "none such"})["algorithm"] == {"preset": "none such"}
 
 
 @pytest.mark.parametrize(
@@ -174,18 +153,12 @@ def test_presets_set_other_sections_unless_given() -> None:
             "algorithm.policy_loss: unknown policy loss 'clipp' (did you mean clip?): there are clip, cispo, ",
         ),
         ({"advantage": {"combine": "normalize"}, "kl": {"coef": 1, "apply_to": "reward"}}, "set kl.apply_to=loss"),
-        ({"kl": {"coef": 1, "level": "sequence", "apply_to": "reward"}}, "set kl.apply_to=loss"),
         ({"kl": {"coef": 1, "level": "sequence", "estimator": "k3_unbiased"}}, "set ratio=product"),
         ({"rollout_correction": {"kind": "mask"}}, "has no limit: set rollout_correction.high"),
-        ({"rollout_correction": {"high": 2.0}}, "set it to truncate or mask"),
         ({"kl": {"ref_update_every": 5}}, "need a reference: set kl.coef above 0"),
-        ({"kl": {"target": 0.1}}, "need a reference: set kl.coef above 0"),
         ({"policy_loss": "vespo", "ratio": "sequence"}, "set ratio=token"),
         ({"preset": "gspo", "advantage": {"level": "process"}}, "set ratio=sequence_token"),
-        ({"preset": "gspo", "ratio": "product", "advantage": {"level": "process"}}, "set ratio=sequence_token"),
         ({"old_logprobs": "engine", "rollout_correction": {"kind": "mask", "high": 2}}, "leaves nothing to correct"),
-        ({"advantage": {"baseline": "none"}}, "set advantage.scale=none or batch_std"),
-        ({"preset": "grpo_pp", "advantage": {"level": "process"}}, "needs advantage.baseline=group_mean"),
         ({"preset": "reinforce_pp", "filter": {"zero_std": "drop"}}, "filter.zero_std looks at groups"),
     ],
 )
@@ -201,12 +174,6 @@ def test_a_group_of_one_needs_no_baseline() -> None:
         check_settings(BASE | single, "test.yaml")
     for algorithm in ("reinforce_pp", {"advantage": {"estimator": "my.py:own"}}):
         assert check_settings(BASE | single | {"algorithm": algorithm}, "test.yaml").rollout.group_size == 1
-
-
-def test_step_rewards_and_process_advantages_need_each_other() -> None:
-    no_step_rewards = BASE | {"reward": {"answer": 1.0}, "algorithm": "grpo_process"}
-    with pytest.raises(UserError, match="has no step rewards: set reward\\.steps"):
-        check_settings(no_step_rewards, "test.yaml")
 
 
 SNIPPETS = re.findall(r"`([a-z_]+: [^`]*)`", algorithms_page())

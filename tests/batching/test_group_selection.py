@@ -6,7 +6,6 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from grpo_mp.algorithms.settings import CurriculumConfig, FilterConfig
 from grpo_mp.batching.group_selection import (
@@ -92,13 +91,6 @@ def test_no_group_begins_more_steps_early_than_is_allowed(needed: int, max_stale
         first += admission.consumed
 
 
-def test_length_bias_of_selected_groups() -> None:
-    short, long = make_infos(MIXED), [replace(info, response_tokens=20) for info in make_infos(MIXED, first=11)]
-    assert length_bias([*short, *long], {10}) == 5 / 12.5
-    assert length_bias([*short, *long], {10, 11}) == 1.0
-    assert length_bias(short, ()) == 1.0
-
-
 def test_length_bias_counts_groups_past_their_limit_or_says_that_it_knows_nothing() -> None:
     """A long group was aborted and the short one is trained on: that is no 1.0."""
     short, long = make_infos(MIXED), [replace(info, response_tokens=20, finished=False) for info in make_infos(MIXED)]
@@ -130,14 +122,6 @@ def test_prompts_outside_of_the_solve_rates_are_skipped_when_their_window_is_ful
     assert state.solve_rates == {0: (1.0,), 1: (0.5,), 3: (0.5, pytest.approx(2 / 3))}
 
 
-@pytest.mark.parametrize(
-    "settings", [{"window": 2}, {"max_rate": 0.5}, {"window": 1, "min_rate": 0.8, "max_rate": 0.2}]
-)
-def test_a_window_and_its_rates_belong_together(settings: dict[str, float]) -> None:
-    with pytest.raises(ValidationError, match=r"belong together|no prompt is between"):
-        CurriculumConfig.model_validate(settings)
-
-
 @pytest.mark.parametrize("right", [False, None])
 def test_prompt_without_right_answers_is_never_skipped(right: bool | None) -> None:
     """Whatever its reward: a boxed wrong answer may well have one above 0."""
@@ -156,7 +140,3 @@ def test_an_own_function_says_what_is_skipped_beside_the_rule() -> None:
     for wrong in ([1], {0: "later"}, {0: 1.5}, 3):
         with pytest.raises(UserError, match=r"^algorithm.curriculum.function: step 5: it failed: \w+Error: "):
             state.updated(make_infos(SAME, SAME), 5, rule, lambda samples, step, value=wrong: value)
-
-
-def test_without_the_rule_the_curriculum_stays_empty() -> None:
-    assert PromptCurriculum({}).updated(make_infos(SAME), 1, CurriculumConfig()) == PromptCurriculum({})

@@ -1,4 +1,3 @@
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -122,13 +121,3 @@ def test_padding_to_a_size_is_a_sequence_of_its_own() -> None:
         assert torch.equal(getattr(padded, name), torch.cat([getattr(plain, name), torch.zeros_like(padded.mask[8:])]))
     assert torch.equal(*(gather_responses(batch.targets, batch)[0] for batch in (plain, padded)))
     assert pack({}, [], [], MicroBatchPlan(), align=4, pad_to=20).lengths == (20,)
-
-
-def test_impossible_samples_are_refused() -> None:
-    with pytest.raises(ValueError, match="planned were 4"):
-        pack([make_sample(3, 3)], [0.0], [1.0], MicroBatchPlan((0,), (4,)), align=4)
-    with pytest.raises(ValueError, match="no prompt token"):
-        pack([make_sample(0, 3)], [0.0], [1.0], MicroBatchPlan((0,), (4,)), align=4)
-    batch = pack([make_sample(2, 2)], [0.0], [1.0], MicroBatchPlan((0,), (4,)), align=4)
-    with pytest.raises(ValueError, match="multiples of 2 x context = 8"):
-        slice_context(batch, 4, 0)

@@ -78,15 +78,6 @@ def test_rows_have_the_experts_of_their_tokens(one_rank_group: dist.ProcessGroup
     assert found_rows < expected_rows if shares else found_rows == expected_rows
 
 
-def test_without_any_experts_routers_choose(one_rank_group: dist.ProcessGroup) -> None:
-    groups = make_groups(np.uint8)[1:2]
-    infos = all_gather_sample_info(groups, one_rank_group)
-    plan = plan_updates([info.total_tokens for info in infos], 1, PackingRule(LayoutConfig(), 1, 50, 64))
-    job: Any = SimpleNamespace(world_size=1, engine_ranks=0, group=one_rank_group)
-    routed = exchange_routed_experts(groups, infos, plan, range(LAYERS), job)
-    assert routed == [[None] * len(plan[0].schedule.ranks[0])]
-
-
 def test_a_rank_holds_its_share_and_a_token_crosses_the_network_once() -> None:
     """configs/moe_671b.yaml: 16 nodes of 8 ranks, one engine on the first; its first stage has one layer of experts."""
     layout, world_size, topk = LayoutConfig(tensor=4, pipeline=16, context=2, expert=8), 128, 8

@@ -93,12 +93,6 @@ def test_every_sample_is_packed_once_after_its_prompt(
 FIELDS = ("targets", "advantages", "loss_weights", "rollout_logprobs")
 
 
-def test_a_prompt_is_packed_once() -> None:
-    samples = make_samples([100], [[5] * 8])
-    (batch,) = pack_all(samples, LayoutConfig(), 1, 4096)
-    assert batch.total_tokens == 99 + 8 * 6
-
-
 @pytest.mark.parametrize("dp_size", [2, 4])
 def test_few_groups_still_divide_over_ranks(dp_size: int) -> None:
     lengths = [110] * 16

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from grpo_mp.config import check_settings
 from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.config.sections import RolloutConfig
 from grpo_mp.config.sft_settings import ChatDataConfig, SftConfig
@@ -14,8 +13,6 @@ from grpo_mp.data.chat_data import load_held_out_chats, load_train_chats
 from grpo_mp.data.prompts import load_eval_prompts, load_train_prompts
 from grpo_mp.data.supervised import ChatEncoder
 from grpo_mp.rollout.episodes import load_episode_parts
-from grpo_mp.utils.errors import UserError
-from tests.minimal_settings import MINIMAL_SETTINGS
 from tools.tiny.models import make_tokenizer
 
 # As Qwen3's: the empty thoughts of a prompt without thinking.
@@ -80,12 +77,3 @@ def test_they_reach_chats_to_learn_from(template: str, tmp_path: Path) -> None:
         sample = chats[0]
         assert tokenizer.decode(sample.prompt_tokens) == "<|user|>[]3+4<|im_end|><|assistant|>[]"
         assert tokenizer.decode(sample.tokens) == "7<|im_end|>"
-
-
-def test_settings_take_them_by_the_names_of_other_trainers() -> None:
-    for name in ("chat_template_kwargs", "apply_chat_template_kwargs"):
-        settings = check_settings(MINIMAL_SETTINGS | {"data": {"train": "x.jsonl", name: OFF}}, "test.yaml")
-        assert settings.data.chat_template_kwargs == OFF
-        assert settings.data.model_dump()["chat_template_kwargs"] == OFF
-    with pytest.raises(UserError, match=r"data\.chat_template_kwargs: expected settings below it"):
-        check_settings(MINIMAL_SETTINGS | {"data": {"train": "x.jsonl", "chat_template_kwargs": "no"}}, "test.yaml")

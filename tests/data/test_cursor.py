@@ -1,6 +1,5 @@
 from collections import Counter
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -45,8 +44,3 @@ def test_epochs_and_seeds_differ() -> None:
 def test_every_position_is_equally_likely_for_a_prompt() -> None:
     places = Counter(take(Cursor(seed=seed), 5, 5, True)[0].index(0) for seed in range(2000))
     assert all(300 < places[place] < 500 for place in range(5))
-
-
-def test_a_cursor_of_a_larger_set_is_refused() -> None:
-    with pytest.raises(ValueError, match="position 7"):
-        take(Cursor(0, 7), 5, 1, True)

@@ -20,16 +20,9 @@ ANSWER: Message = {"role": "assistant", "content": "Seven."}
         ({"name": "Mia", "timestamp": 1}, True),
         ({"weight": 1}, True),
         ({"weight": 0}, False),
-        ({"weight": 0.0}, False),
-        ({"train": True}, True),
         ({"train": False}, False),
-        ({"training": False}, False),
-        ({"trainable": 0}, False),
-        ({"loss": False}, False),
         ({"loss_mask": 0}, False),
-        ({"step_loss_mask": 1}, True),
         ({"step_loss_mask": 0}, False),
-        ({"train_on_turn": False}, False),
         ({"weight": 1, "train": False}, False),
         ({"pretrained": "x", "blossom": "y"}, True),
     ],
@@ -42,9 +35,7 @@ def test_switches_of_the_loss(fields: dict[str, Any], learned: bool) -> None:
     ("field", "value", "sentence"),
     [
         ("weight", 0.5, "weight of an answer must be true or false, or 1 or 0, not '0.5'"),
-        ("weight", "0", "weight of an answer must be"),
         ("loss_mask", [0, 1], "loss_mask of an answer must be"),
-        ("train", "false", "train of an answer must be"),
     ],
 )
 def test_switches_that_cannot_be_read_are_refused(field: str, value: Any, sentence: str) -> None:

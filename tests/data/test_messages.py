@@ -39,7 +39,7 @@ def load(folder: Path, chat: Any, tokenizer: Any) -> Any:
     return prompt
 
 
-@pytest.mark.parametrize("form", [HUGGING_FACE, OPENAI, OPENAI | {"content": ""}], ids=["objects", "null", "text"])
+@pytest.mark.parametrize("form", [HUGGING_FACE, OPENAI], ids=["objects", "null"])
 @pytest.mark.parametrize("name", CALLING)
 def test_a_row_with_calls_is_rendered_as_the_template_takes_them(
     name: str, form: dict[str, Any], tmp_path: Path
@@ -48,26 +48,6 @@ def test_a_row_with_calls_is_rendered_as_the_template_takes_them(
     prompt = load(tmp_path, conversation(**form), renderer.tokenizer)
     assert renderer.tokenizer.decode(prompt.tokens) == rendered(renderer, ASK, call_of(name), RESULT)
     assert [*prompt.messages] == conversation(**HUGGING_FACE)
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        {"role": "assistant", "content": None},
-    ],
-)
-def test_only_calls_go_without_text(message: dict[str, Any], tmp_path: Path) -> None:
-    tokenizer = make_renderer("qwen3", tools=False).tokenizer
-    with pytest.raises(UserError, match=r"rows\.jsonl, line 1: column prompt: a message needs role .* text content"):
-        load(tmp_path, [ASK, message, ASK], tokenizer)
-
-
-@pytest.mark.parametrize("calls", ["add"])
-def test_calls_that_are_none_are_refused_with_their_row(calls: Any, tmp_path: Path) -> None:
-    tokenizer = make_renderer("qwen3", tools=False).tokenizer
-    chat = [ASK, {"role": "assistant", "content": None, "tool_calls": calls}, RESULT]
-    with pytest.raises(UserError, match=r"rows\.jsonl, line 1: .*chat template refuses"):
-        load(tmp_path, chat, tokenizer)
 
 
 def test_calls_are_learned_where_a_template_writes_them_beside_null_only() -> None:
@@ -90,7 +70,6 @@ def test_calls_that_a_template_never_writes_are_not_learned_in_silence() -> None
     ("message", "role", "content"),
     [
         ({"from": "human", "value": "hi", "weight": 0}, "user", "hi"),
-        ({"from": "gpt", "value": "yes"}, "assistant", "yes"),
         ({"from": "user", "value": "hi", "role": None}, "user", "hi"),
         (
             {"role": "user", "content": [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]},
@@ -111,7 +90,6 @@ def test_messages_of_sharegpt_and_lists_of_texts_are_messages(message: dict[str,
     [
         ({"from": "observation", "value": "21"}, "role 'observation' and content '21'"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, "role 'user' and content .*image_url"),
-        ({"text": "hi"}, r"\{'text': 'hi'\}"),
     ],
 )
 def test_what_is_no_message_is_refused_by_what_it_is(message: dict[str, Any], found: str) -> None:

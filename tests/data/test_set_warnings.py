@@ -43,11 +43,6 @@ def test_prompts_that_are_too_long_are_said(tmp_path: Path) -> None:
     assert said(tmp_path, rows) == ([], [])
 
 
-def test_of_a_part_of_a_set_only_its_own_are_said(tmp_path: Path) -> None:
-    _, held = said(tmp_path, rows_of("1", "2" * 30, "3", "3", "4" * 31), limit=20, max_prompts=2)
-    assert held == ["data.eval.held: 1 of 2 prompts are longer than rollout.max_prompt_tokens=20, and count as wrong"]
-
-
 def test_the_set_that_limits_an_epoch_is_named() -> None:
     """Of sets of 40, 3 and 90 with equal weights, an epoch has 3 of each."""
     mixture = mix_sets((40, 3, 90), (1, 1, 1))

@@ -1,7 +1,7 @@
 """Templates that write the present day write that of the run, wherever they are rendered."""
 
 from collections.abc import Iterator
-from datetime import date, datetime, timedelta
+from datetime import date
 
 import pytest
 
@@ -13,12 +13,6 @@ from tests.episodes.test_chat import make_renderer, published
 ASK: Message = {"role": "user", "content": "1+2?"}
 ANSWER: Message = {"role": "assistant", "content": "3"}
 DATED = "{{ strftime_now('%d %b %Y') }} "
-
-
-class NextWeek(datetime):
-    @classmethod
-    def now(cls, tz: object = None) -> datetime:
-        return datetime.today() + timedelta(days=7)
 
 
 @pytest.fixture
@@ -36,10 +30,9 @@ def test_prompts_and_later_turns_have_the_date_of_the_run() -> None:
 
 
 @pytest.mark.usefixtures("first_of_may")
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen2_5_training"])
-def test_chats_to_learn_from_have_the_date_of_the_run(name: str) -> None:
+def test_chats_to_learn_from_have_the_date_of_the_run() -> None:
     tokenizer = make_renderer("qwen2_5", tools=False).tokenizer
-    tokenizer.chat_template = DATED + published(name)
+    tokenizer.chat_template = DATED + published("qwen2_5_training")
     text = ChatEncoder(tokenizer, "assistant", frozenset([1])).render(Chat((ASK, ANSWER))).text
     assert text.startswith("01 May 2024")
     assert ChatRenderer(tokenizer).render([ASK], asks=True).startswith("01 May 2024")

@@ -33,17 +33,6 @@ def test_a_critic_is_counted_beside_the_policy(offload: str) -> None:
         assert rest | {"fragments": 0} == of_phase | {"fragments": 0}
 
 
-def test_a_critic_takes_the_time_of_a_model_without_a_head() -> None:
-    changes: dict[str, Any] = {"algorithm": {"preset": "ppo", "kl": {"coef": 0.0}}, "critic": {}}
-    with_critic = make_plan(job_of("qwen2.5-7b", "h100-80", 1, **changes)).times
-    without = make_plan(job_of("qwen2.5-7b", "h100-80", 1)).times
-    assert without[SubPhase.LOGPROB].expected_s == 0  # one update a step
-    assert 1.85 < with_critic[SubPhase.TRAIN].expected_s / without[SubPhase.TRAIN].expected_s < 2
-    passes = with_critic[SubPhase.TRAIN].expected_s - without[SubPhase.TRAIN].expected_s
-    assert with_critic[SubPhase.LOGPROB].expected_s == pytest.approx(passes / 3, rel=0.05)
-    assert with_critic[SubPhase.OPTIMIZER].expected_s > 1.8 * without[SubPhase.OPTIMIZER].expected_s
-
-
 def test_a_critic_of_another_family_is_counted_as_megatron_builds_it() -> None:
     critic = {"path": "Qwen2.5-1.5B"}
     check_parameter_counts(

@@ -1,7 +1,6 @@
 """Plans of jobs whose engines have GPUs of their own, against what each side alone needs."""
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,50 +50,6 @@ def test_a_device_that_trains_holds_all_of_the_trainer_and_no_engine() -> None:
     assert total_bytes(device[SubPhase.TRAIN]) == pytest.approx(rest)
 
 
-def test_a_device_of_an_engine_holds_the_engine_alone() -> None:
-    memory = plan_memory(divided())
-    generate, sync = memory.engine_device[SubPhase.GENERATE], memory.engine_device[SubPhase.SYNC]
-    engine = memory.engine
-    own = engine.weights + engine.kv_cache + engine.cuda_graphs + engine.communication
-    assert total_bytes(generate) == own + 0.56 * GIB + 2 * 0.6 * GIB
-    together = plan_memory(job_of("qwen2.5-7b", "h100-80", 2, layout={"tensor": 4})).device[0][SubPhase.SYNC]
-    # Of four rounds of a device of both a trainer has the two that it sends, an engine the three that come or are read.
-    assert memory.device[0][SubPhase.SYNC]["sync rounds"] == together["sync rounds"] / 4 * 2
-    assert sync["sync rounds"] == together["sync rounds"] / 4 * 3
-
-
-def test_hosts_hold_what_their_ranks_hold() -> None:
-    """A node of engines, one that trains and keeps more, and one of both."""
-
-    def host(**sections: Any) -> Mapping[str, float]:
-        return plan_memory(divided(algorithm={"kl": {"coef": 0.1}}, **sections)).host[SubPhase.TRAIN]
-
-    engines, trainer = host(), host(optimizer={"offload": "host"})
-    assert {kind: size for kind, size in engines.items() if size} == {"processes": 8 * 9 * GIB}
-    assert trainer["processes"] == 8 * 4 * GIB
-    assert trainer["reference"] == pytest.approx(8 / 4 * QWEN * 2, rel=1e-3)
-    assert not trainer["weights"]
-    both = host(nodes=1, engine=HALF_A_NODE)
-    assert both["processes"] == (8 * 4 + 4 * 5) * GIB
-    assert both["reference"] == pytest.approx(QWEN * 2, rel=1e-3)
-
-
-def test_replayed_experts_come_from_the_engines_ranks_to_the_trainers() -> None:
-    replay: dict[str, Any] = {
-        "layout": {"expert": 4},
-        "training": {"router_replay": "R3"},
-        "sync": {"pause": "in_place"},
-    }
-    engine = {"ranks": 4, "gpus_per_engine": 4, "args": {"mem_fraction_static": 0.7}}
-    job = job_of("qwen3-30b-a3b", "h200-141", 1, schedule="async", engine=engine, **replay)
-    memory = plan_memory(job)
-    kept = job.settings.samples_per_step * job.mean_seq_len * 48 * 8  # a byte for each of 128 experts
-    slots = 4 * 4 * memory.engine.kv_cache_tokens * 48 * 8
-    sizes = {sub_phase: sizes["routed experts"] for sub_phase, sizes in memory.host.items()}
-    assert sizes[SubPhase.GENERATE] == pytest.approx(kept + slots)
-    assert sizes[SubPhase.TRAIN] == pytest.approx(2 * kept + slots)
-
-
 @pytest.mark.parametrize(("prompts", "slower"), [(8, "generation"), (256, "training")])
 def test_a_step_takes_the_slower_side_and_the_sync(prompts: int, slower: str) -> None:
     rollout = {"prompts_per_step": prompts, "group_size": 4, "max_prompt_tokens": 2048, "max_response_tokens": 2048}
@@ -116,15 +71,6 @@ def test_weights_go_from_the_first_ranks_to_the_last() -> None:
     transfers = [transfer for round_ in plan.rounds for transfer in round_]
     assert {source for transfer in transfers for source, _ in transfer.shards()} <= set(range(8))
     assert {reader for transfer in transfers for reader in transfer.readers} == set(range(8, 16))
-
-
-def test_only_nodes_that_train_read_and_write_checkpoints() -> None:
-    """Without old logprobs nothing that a trainer does hides a save; 14 bytes a parameter are written, then read."""
-    plan = make_plan(divided(run={"folder": "run", "steps": 1, "save_every": 1}))
-    assert plan.times[SubPhase.LOGPROB].expected_s == 0
-    assert plan.uses[SubPhase.SAVE].disk_bytes == pytest.approx(QWEN * 14, rel=1e-3)
-    half = make_plan(divided(nodes=1, engine=HALF_A_NODE))
-    assert half.uses[SubPhase.LOAD].disk_bytes == pytest.approx(QWEN * 14, rel=1e-3)
 
 
 def test_the_command_shows_both_kinds_of_devices(capsys: pytest.CaptureFixture[str]) -> None:

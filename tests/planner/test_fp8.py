@@ -3,9 +3,7 @@
 import pytest
 
 from grpo_mp.planner.activations import forward_bytes, layer_bytes
-from grpo_mp.planner.plan import make_plan
 from grpo_mp.planner.training_use import logprob_use, train_use
-from grpo_mp.utils.errors import UserError
 from tests.planner.jobs import job_of
 
 IN_FP8 = {"training": {"fp8_format": "e4m3"}}
@@ -31,8 +29,3 @@ def test_inputs_are_saved_in_fp8_and_weights_of_each_microbatch() -> None:
     inputs = 4096 * (3584 + 18944)  # of the MLP's two matrices
     assert layer_bytes(fp8, 0) - layer_bytes(plain, 0) == pytest.approx(2 * byte * weights - (2 - byte) * inputs)
     assert forward_bytes(fp8, 0) - forward_bytes(plain, 0) == pytest.approx(byte * weights)
-
-
-def test_gpus_without_fp8_are_named() -> None:
-    with pytest.raises(UserError, match="the plan needs fp8_tflops, which the profile lacks"):
-        make_plan(job_of("qwen2.5-7b", "a100-80", 1, **IN_FP8))

@@ -23,15 +23,3 @@ def test_cache_is_read_once_per_token_and_step() -> None:
     assert generation_use(job, engine).device_bytes == pytest.approx(
         plan.decode_steps * engine.weights + cache, rel=1e-3
     )
-
-
-def test_attention_that_multiplies_longer_than_it_reads_takes_that_long() -> None:
-    """128 heads on a GPU use each element of a latent cache 128 times: a smaller cache is read no faster."""
-
-    def device_bytes(replicas: int, dtype: str) -> float:
-        args = {"attn_dp_size": replicas, "kv_cache_dtype": dtype, "ep_size": 16, "moe_a2a_backend": "deepep"}
-        job = job_of("deepseek-r1", "h200-141", 2, engine={"gpus_per_engine": 16, "args": args})
-        return generation_use(job, engine_memory(job)).device_bytes
-
-    assert device_bytes(16, "fp8_e4m3") == device_bytes(16, "bfloat16")
-    assert device_bytes(2, "fp8_e4m3") < device_bytes(2, "bfloat16")

@@ -5,10 +5,7 @@ from typing import Any
 import pytest
 
 from grpo_mp.planner.activations import backward_bytes, forward_bytes, layer_bytes, logits_bytes
-from grpo_mp.planner.job import BytesPerParameter, bytes_per_parameter
 from grpo_mp.planner.memory import MemoryPlan, SubPhase, plan_memory
-from grpo_mp.planner.plan import make_plan
-from grpo_mp.utils.phases import GIB
 from tests.planner.jobs import job_of
 
 QWEN = 7_615_616_512  # parameters of Qwen2.5-7B, as its publisher's files hold
@@ -52,19 +49,6 @@ def test_experts_to_replay_and_those_that_sglang_keeps() -> None:
         (partial, SubPhase.SYNC, 2 * step / 8),
     ):
         assert plan.host[sub_phase]["routed experts"] == pytest.approx(in_cache + kept)
-
-
-def test_bytes_per_parameter() -> None:
-    def bytes_kept(megatron: dict[str, object], dtype: str = "bfloat16") -> BytesPerParameter:
-        return bytes_per_parameter(dtype, megatron)
-
-    assert bytes_kept({}) == BytesPerParameter(2, 4, 12, host_copies=2)
-    assert bytes_kept(PRECISION_AWARE).saved == 8
-    assert bytes_kept(PRECISION_AWARE).optimizer == 2 + 2 + 2
-    assert bytes_kept(PRECISION_AWARE | {"store_param_remainders": False}).optimizer == 4 + 2 + 2
-    assert bytes_kept({"use_precision_aware_optimizer": True}).optimizer == 2 + 4 + 4
-    assert bytes_kept({"grad_reduce_in_fp32": False}) == BytesPerParameter(2, 2, 12, fp32_gradients=4, host_copies=2)
-    assert bytes_kept({}, "float32") == BytesPerParameter(4, 4, 8)
 
 
 def test_residency_by_phase() -> None:
@@ -115,74 +99,11 @@ def test_the_optimizer_is_where_the_setting_says() -> None:
     assert {sub_phase: size for sub_phase, size in pieces.items() if size} == {SubPhase.OPTIMIZER: 2 * 2**28}
 
 
-def test_state_on_the_host_goes_over_its_link_and_back_in_every_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    training = {"updates_per_step": 4, "megatron_args": PRECISION_AWARE}
-    optimizer = {"offload": "host"}
-    monkeypatch.setattr("grpo_mp.planner.memory.OPTIMIZER_PIECE_BYTES", 2**36)
-    plan = make_plan(job_of("qwen2.5-7b", "h100-80", 1, optimizer=optimizer, training=training))
-    assert plan.uses[SubPhase.OPTIMIZER].host_link_bytes == pytest.approx(4 * 2 * 6 * QWEN / 8)
-    # A piece is no larger than the state of one of 8 ranks.
-    assert plan.memory.device[0][SubPhase.OPTIMIZER]["optimizer pieces"] == pytest.approx(2 * 6 * QWEN / 8)
-    on_device = make_plan(job_of("qwen2.5-7b", "h100-80", 1, training=training))
-    assert on_device.uses[SubPhase.OPTIMIZER].host_link_bytes == 0
-
-
-def test_communicators_leave_the_device_while_engines_generate() -> None:
-    """Of one node of 8: WORLD, the gradient's norm, data and tensor parallelism."""
-    layout = {"tensor": 2}
-    memory = plan_memory(job_of("qwen2.5-7b", "h100-80", 1, layout=layout))
-    in_use = 4 * 0.56 * GIB + 1 * GIB
-    assert memory.device[0][SubPhase.TRAIN]["communication"] == in_use
-    assert memory.device[0][SubPhase.GENERATE]["communication"] == pytest.approx(0.1 * 4 * 0.56 * GIB + 1 * GIB)
-    assert memory.host[SubPhase.GENERATE]["communicators"] == pytest.approx(8 * 0.9 * 4 * 0.56 * GIB)
-    staged = {"pipeline": 2, "virtual_pipeline": 2}
-    pairs = plan_memory(job_of("qwen2.5-7b", "h100-80", 1, layout=staged)).device[0]
-    assert pairs[SubPhase.TRAIN]["communication"] == pytest.approx((3 + 2) * 0.56 * GIB + 1 * GIB)
-    assert pairs[SubPhase.GENERATE]["communication"] == pytest.approx((3 * 0.1 + 2) * 0.56 * GIB + 1 * GIB)
-    two_nodes = plan_memory(job_of("qwen2.5-7b", "h100-80", 2, layout=layout)).device[0][SubPhase.GENERATE]
-    assert two_nodes["communication"] == pytest.approx((3 * 0.5 + 0.1) * 0.56 * GIB + 1 * GIB)
-
-
 def test_a_save_and_a_load_need_one_piece_of_each_rank() -> None:
     run = {"folder": "run", "steps": 1, "piece_bytes": "256MiB"}
     host = plan_memory(job_of("qwen2.5-7b", "h100-80", 1, run=run, training={"megatron_args": PRECISION_AWARE})).host
     sizes = {phase: kinds["checkpoint"] for phase, kinds in host.items() if kinds["checkpoint"]}
     assert sizes == {SubPhase.SAVE: 8 * 2**28, SubPhase.LOAD: 8 * 2**28}
-
-
-def test_a_step_waits_for_the_weights_of_its_checkpoint_only() -> None:
-    """A save of all writes 8 bytes a parameter and reads them again; the rest is written while 1000 s go by."""
-    run = {"folder": "run", "steps": 1, "save_every": 1}
-    plan = make_plan(
-        job_of(
-            "qwen2.5-7b",
-            "h100-80",
-            1,
-            run=run,
-            rollout={
-                "prompts_per_step": 512,
-                "group_size": 16,
-                "max_prompt_tokens": 512,
-                "max_response_tokens": 8192,
-            },
-            training={"megatron_args": PRECISION_AWARE},
-        )
-    )
-    assert plan.uses[SubPhase.SAVE].disk_bytes == pytest.approx(QWEN * 2)
-
-
-def test_an_export_holds_two_shards_and_a_tensor_on_each_rank() -> None:
-    """Qwen3-30B-A3B's largest tensor has 151,936 rows of 2,048 in bfloat16; three rounds are on the device."""
-    tensor = 151936 * 2048 * 2
-    plain, exporting = (
-        plan_memory(job_of("qwen3-30b-a3b", "h100-80", 1, layout={"tensor": 4}, run={"export": export}))
-        for export in (False, True)
-    )
-    assert exporting.host[SubPhase.SAVE]["export"] == 8 * (2 * 2**30 + tensor)
-    assert exporting.device[0][SubPhase.SAVE]["export rounds"] == 3 * tensor
-    assert not plain.host[SubPhase.SAVE]["export"]
-    assert "export rounds" not in plain.device[0][SubPhase.SAVE]
-    assert not exporting.host[SubPhase.TRAIN]["export"]
 
 
 def test_shared_prompts_expand_keys_and_values() -> None:

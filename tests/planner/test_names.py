@@ -22,24 +22,15 @@ from grpo_mp.utils.errors import UserError
 # Elements of the tensors in the publisher's files, without multi-token prediction and router biases.
 PARAMETERS = {
     "Qwen3-0.6B": 596_049_920,
-    "Qwen3-4B-Instruct-2507": 4_022_468_096,
-    "Qwen3-8B": 8_190_735_360,
-    "Qwen3-14B": 14_768_307_200,
     "Qwen3-32B": 32_762_123_264,
     "Qwen3-30B-A3B-Thinking-2507": 30_532_122_624,
     "Qwen3-235B-A22B-Instruct-2507": 235_093_634_560,
     "Qwen3-Coder-480B-A35B-Instruct": 480_154_875_392,
     "Qwen2.5-0.5B-Instruct": 494_032_768,
-    "Qwen2.5-1.5B": 1_543_714_304,
-    "Qwen2.5-3B": 3_085_938_688,
     "Qwen2.5-7B-Instruct": 7_615_616_512,
-    "Qwen2.5-14B": 14_770_033_664,
-    "Qwen2.5-32B-Instruct": 32_763_876_352,
     "Qwen2.5-72B": 72_706_203_648,
     "Llama-3.2-1B": 1_235_814_400,
     "Llama-3.2-3B-Instruct": 3_212_749_824,
-    "Llama-3.1-8B": 8_030_261_248,
-    "Llama-3.3-70B-Instruct": 70_553_706_496,
     "Llama-3.1-405B": 405_853_388_800,
     "deepseek-math-7b-rl": 6_910_365_696,
     "DeepSeek-V2-Lite-Chat": 15_706_484_224,
@@ -69,12 +60,6 @@ def test_every_name_is_there_once_and_of_a_supported_family() -> None:
     assert {named_config(name).model_type for name in published_names()} == set(FAMILIES)
     for name in set(published_names()) - set(REFUSED):
         assert family_of(named_config(name)).config(named_config(name))
-
-
-def test_a_folder_that_cannot_be_trained_says_why_when_it_is_planned() -> None:
-    for name in REFUSED:
-        with pytest.raises(UserError, match=rf"{name}.*rope type 'yarn' is not supported"):
-            family_of(named_config(name)).config(named_config(name))
 
 
 @pytest.mark.parametrize(

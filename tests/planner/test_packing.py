@@ -13,7 +13,7 @@ from tests.planner.jobs import job_of
 LONG = {"prompts_per_step": 128, "group_size": 8, "max_prompt_tokens": 2048, "max_response_tokens": 32768}
 
 
-@pytest.mark.parametrize("mean", [1.0, 300.0, 4096.0, 16384.0, 32768.0])
+@pytest.mark.parametrize("mean", [1.0, 4096.0, 32768.0])
 def test_assumed_responses_have_the_mean_and_the_limit(mean: float) -> None:
     responses = response_lengths(AssumedLengths(256, 1024, mean, 32768))
     assert len(responses) == 256

@@ -1,19 +1,16 @@
 """Parameters per rank: the closed form against the real Megatron model, and both against the published total."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from grpo_mp.config.sections import LayoutConfig
-from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.model_configs import published_config
 from grpo_mp.planner.parameter_count import critic_parameter_counts, local_parameter_counts
 from grpo_mp.planner.pipeline_layout import layers_of_stages, with_mtp_layer
 from grpo_mp.policy.megatron_config import transformer_config
 from grpo_mp.utils.errors import UserError
-from tests.models.published import PUBLISHED
 from tests.planner.jobs import job_of, settings_of
 from tests.planner.meta_model import megatron_parameter_counts
 
@@ -25,11 +22,9 @@ CASES: list[tuple[str, int, dict[str, int], dict[str, Any]]] = [
     ("llama-3.2-1b", 8, {"tensor": 2, "pipeline": 2, "virtual_pipeline": 4}, {}),
     ("mixtral-8x22b", 16, {"tensor": 4, "pipeline": 2, "expert": 2, "expert_tensor": 2}, {}),
     ("moonlight-16b-a3b", 16, {"tensor": 2, "pipeline": 2, "expert": 4}, {LAST: 13}),
-    ("glm-4.5-air", 32, {"tensor": 8, "pipeline": 2, "expert": 16}, {}),
     ("qwen3-235b-a22b", 64, {"tensor": 4, "pipeline": 4, "context": 2, "expert": 16}, {FREE: "Et*24|t*24|t*23|t*23L"}),
     ("kimi-k2", 256, {"tensor": 8, "pipeline": 4, "expert": 64}, {"num_layers_in_first_pipeline_stage": 13, LAST: 16}),
     ("deepseek-r1", 128, {"tensor": 8, "pipeline": 4, "context": 4, "expert": 32}, {LAST: 13}),
-    ("deepseek-r1", 96, {"tensor": 8, "pipeline": 12, "expert": 8}, {LAST: 6}),
     ("deepseek-r1", 64, {"tensor": 4, "pipeline": 2, "expert": 16, "expert_tensor": 2}, {FREE: "Et*31|(tt)*15L"}),
 ]
 
@@ -48,7 +43,6 @@ def test_closed_form_equals_what_megatron_builds(
     ("name", "ranks", "sizes", "megatron"),
     [
         ("deepseek-r1", 64, {"tensor": 4, "pipeline": 2, "expert": 16, "expert_tensor": 2}, {FREE: "Et*31|(tt)*15L"}),
-        ("deepseek-r1", 32, {"tensor": 8, "pipeline": 4, "expert": 8}, {LAST: 13}),
         ("glm-4.5-air", 32, {"tensor": 8, "pipeline": 2, "virtual_pipeline": 23, "expert": 16}, {}),
         ("glm-4.5-air", 16, {"tensor": 8, "expert": 16}, {}),
     ],
@@ -67,7 +61,6 @@ def test_a_layer_that_predicts_ahead_is_counted_where_megatron_builds_it(
     ("name", "ranks", "sizes", "megatron"),
     [
         ("llama-3.2-1b", 8, {"tensor": 2}, {}),  # tied, and the critic is not
-        ("llama-3.2-1b", 8, {"tensor": 2, "pipeline": 2, "virtual_pipeline": 4}, {}),
         ("deepseek-r1", 128, {"tensor": 8, "pipeline": 4, "context": 4, "expert": 32}, {LAST: 13}),
         ("glm-4.5-air", 16, {"tensor": 8, "expert": 16}, {}),
     ],
@@ -90,13 +83,6 @@ def test_a_critic_is_counted_as_megatron_builds_it(
         assert critic_parameter_counts(replace(hf, trains_mtp=True), settings.layout, with_mtp) == counts
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_single_rank_holds_the_published_total(name: str) -> None:
-    hf = HfConfig(Path(name), PUBLISHED[name][0])
-    (count,) = local_parameter_counts(hf, LayoutConfig(), (tuple(range(hf.int("num_hidden_layers"))),))
-    assert count.total == pytest.approx(PUBLISHED[name][1], rel=0.01)
-
-
 def test_chunks_are_dealt_to_stages_in_turn() -> None:
     assert layers_of_stages(8, LayoutConfig(pipeline=2, virtual_pipeline=2), {}) == ((0, 1, 4, 5), (2, 3, 6, 7))
     assert layers_of_stages(5, LayoutConfig(pipeline=3), {"num_layers_in_first_pipeline_stage": 1}) == (
@@ -110,18 +96,6 @@ def test_chunks_are_dealt_to_stages_in_turn() -> None:
         (0,),
         (1, 2, 3),
     )
-
-
-@pytest.mark.parametrize(
-    ("megatron", "sentence"),
-    [
-        ({FREE: "Ett|ttL"}, r"places 4 layers on 2 stages \[2, 2\], the model has 5"),
-        ({LAST: 2, "num_layers_in_first_pipeline_stage": 2}, "1 layers do not divide over the 0 pipeline stages"),
-    ],
-)
-def test_wrong_pipeline_layouts_are_refused(megatron: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(UserError, match=sentence):
-        layers_of_stages(5, LayoutConfig(pipeline=2), megatron)
 
 
 @pytest.mark.parametrize(

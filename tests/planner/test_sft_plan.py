@@ -45,13 +45,6 @@ def test_training_takes_six_flops_for_each_parameter_and_token() -> None:
     assert plan_of(512).uses[SubPhase.TRAIN].flops == pytest.approx(2 * plan.uses[SubPhase.TRAIN].flops, rel=0.02)
 
 
-def test_a_save_writes_all_and_each_of_four_replicas_reads_the_weights_at_a_resume() -> None:
-    plan = plan_of()
-    saved = (2 + 12) * QWEN_7B
-    assert plan.uses[SubPhase.SAVE].disk_bytes == pytest.approx(saved, rel=1e-3)
-    assert plan.uses[SubPhase.LOAD].disk_bytes == pytest.approx(saved + 3 * 2 * QWEN_7B, rel=1e-3)
-
-
 def test_what_does_not_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One GPU holds 16 bytes a parameter and does not; eight by expert and tensor parallelism do."""
     settings = MINIMAL | {"model": {"path": "checkpoints/Qwen2.5-7B-Instruct"}, "sft": MINIMAL["sft"]}

@@ -5,11 +5,9 @@ from dataclasses import replace
 import pytest
 
 from grpo_mp.distributed.communicators import communicators
-from grpo_mp.planner.clusters import OVERHEADS
 from grpo_mp.planner.engine_memory import engine_memory
-from grpo_mp.planner.generation import Speculation, plan_generation, speculation
+from grpo_mp.planner.generation import Speculation, speculation
 from grpo_mp.planner.job import PlannedJob
-from grpo_mp.planner.memory import SubPhase
 from grpo_mp.planner.plan import make_plan
 from grpo_mp.planner.resource_use import active_parameters
 from grpo_mp.planner.training_use import train_use
@@ -50,14 +48,6 @@ def test_what_a_step_yields() -> None:
     for job in (replace(r1(MTP), acceptance_length=4.5), replace(r1(), acceptance_length=1.5)):
         with pytest.raises(UserError, match=r"--acceptance-length .*: a step computes [41] tokens"):
             make_plan(job, with_sync=False)
-
-
-def test_decode_steps_are_divided_and_drafts_take_layers_of_their_own() -> None:
-    drafted, refused = (make_plan(replace(r1(MTP), acceptance_length=each), with_sync=False) for each in (2.0, 1.0))
-    steps, more = (plan_generation(plan.job, plan.memory.engine).decode_steps for plan in (drafted, refused))
-    assert steps == pytest.approx(more / 2, rel=1e-3)
-    layer_s = OVERHEADS.decode_layer_s + 2 * OVERHEADS.network_collective_s
-    assert drafted.uses[SubPhase.GENERATE].latency_s == pytest.approx(steps * (LAYERS + 3) * layer_s)
 
 
 def test_a_layer_that_learns_costs_the_trainer_and_not_the_engines() -> None:

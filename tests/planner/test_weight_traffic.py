@@ -10,7 +10,6 @@ from grpo_mp.config import load_settings
 from grpo_mp.models.families import family_of
 from grpo_mp.planner import weight_traffic
 from grpo_mp.planner.clusters import read_cluster
-from grpo_mp.planner.engine_memory import engine_weight_bytes
 from grpo_mp.planner.job import PlannedJob, make_job
 from grpo_mp.planner.memory import SubPhase, plan_memory
 from grpo_mp.planner.model_configs import named_config
@@ -71,16 +70,6 @@ def test_no_round_is_larger_than_its_line_in_the_plan(bucket: str) -> None:
                     uses["receives", transfer.receiver] += wire.sizes.sent(shard)
         largest = max(largest, *uses.values())
     assert 0.9 * rounds_bytes < ROUNDS_IN_MEMORY * largest <= rounds_bytes
-
-
-def test_a_dense_engine_gets_whole_tensors_on_each_gpu_inside_its_node() -> None:
-    """The bytes that planner/README.md says: four GPUs that keep a quarter each, 15.2 GB of bfloat16 over NVLink."""
-    engine = {"gpus_per_engine": 4}
-    job = job_of("qwen2.5-7b", "h100-80", 1, layout={"tensor": 4}, engine=engine)
-    traffic = sync_traffic(job)
-    assert traffic.loaded == pytest.approx(15.2 * GB, rel=0.005)
-    assert traffic.loaded / 4 == pytest.approx(engine_weight_bytes(job), rel=0.005)
-    assert (traffic.network, traffic.nvlink) == (0, pytest.approx(15.2 * GB, rel=0.1))
 
 
 def test_an_engine_rank_receives_little_more_than_it_keeps(

@@ -42,18 +42,13 @@ def score(make_group: MakeGroup) -> Callable[..., list[dict[str, float]]]:
     [
         ("```python\na\n```", "a\n"),
         ("```python\na\n```\nbetter:\n```python\nb\n```\n```\nc\n```", "b\n"),
-        ("```python title=x\na\nb\n```", "a\nb\n"),
         ("```python\na\n```\n```python\nb", "a\n"),
         ("```python3\na = '```'\nb\n```", "a = '```'\nb\n"),
-        ("```Python\na\n```\n~~~PY\nb\n~~~", "b\n"),
         ("````python\na = '''\n```\n'''\n````", "a = '''\n```\n'''\n"),
         ("1. So:\n\n   ```python\n   if a:\n       b\n\n   ```\n", "if a:\n    b\n\n"),
         ("- So:\n\t```python\n\ta\n  b\n\t```", "a\n b\n"),
-        ("```python\n    if a:\n        b\n```", "if a:\n    b\n"),
-        ("```python\r\na\r\nb\r\n```", "a\nb\n"),
         ("```\na\n```", None),
         ("```pycon\na\n```", None),
-        ("a", None),
     ],
 )
 def test_the_last_closed_block_counts(response: str, program: str | None) -> None:
@@ -100,26 +95,6 @@ def test_an_answer_cannot_tamper_with_asserts(score: Callable[..., Any]) -> None
     assert [name for name, parts in zip(TAMPERING, scored[1:], strict=True) if parts["code"]] == []
 
 
-# What tests may expect of Python.
-HONEST = {
-    "objects": ("class S:\n    def two(self, x): return [x]", "s = S()\nassert s.two(3) == [3] and isinstance(s, S)"),
-    "arrays": (
-        "import numpy as np\ndef f(x): return np.asarray(x) * 2",
-        "assert (f([1, 2]) == np.array([2, 4])).all() and f(np.array([1.5])).sum() == 3.0",
-    ),
-    "checks": ("def f(x): return x", "def check(candidate):\n    assert candidate(2) == 2\ncheck(f)"),
-}
-
-
-@pytest.mark.parametrize("name", HONEST)
-def test_honest_answers_pass(name: str, score: Callable[..., Any]) -> None:
-    program, test = HONEST[name]
-    assert score([answer(program), answer(f"{program}\ndef f(*_): return 0\nS = sum = f")], test) == [
-        {"code": 1.0},
-        {"code": 0.0},
-    ]
-
-
 def test_the_share_of_passed_tests(score: Callable[..., Any]) -> None:
     tests = ["assert add(2, 2) == 4", "assert add(1, 2) == 2", "assert add(1, 0) == 1", "assert add(1, 1) == 1"]
     multiply = answer("def add(a, b):\n    return a * b")
@@ -133,10 +108,6 @@ def test_input_and_output(score: Callable[..., Any]) -> None:
     fails_after = answer("for line in open(0): print(2 * int(line))\nraise SystemExit(1)")
     assert score([answer(ECHO), twice], pairs, partial=True) == [{"code": 1.0}, {"code": 0.5}]
     assert score([answer(ECHO), twice, fails_after], pairs) == [{"code": 1.0}, {"code": 0.0}, {"code": 0.0}]
-
-
-def test_rows_without_tests_do_not_count(score: Callable[..., Any]) -> None:
-    assert score([answer(ADD), "nothing"], ["", " "]) == [{}, {}]
 
 
 def test_a_failing_sandbox_is_not_a_wrong_program(

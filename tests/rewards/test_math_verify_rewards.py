@@ -10,11 +10,8 @@ from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.utils.types import SampleGroup
 
 REWARDS = r"""
-from decimal import Decimal
-from fractions import Fraction
 from signal import SIGALRM, alarm, signal
 
-import numpy as np
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 from math_verify.errors import TimeoutException
 from math_verify.metric import math_metric
@@ -44,9 +41,6 @@ def compute_score(completions, solution, **kwargs):
 def one(completion, solution, **kwargs):
     return float(verify(parse(solution), parse(completion)))
 
-async def waits(completion, solution, **kwargs):
-    return one(completion, solution)
-
 def limited(completions, **kwargs):
     def ring(number, frame):
         raise TimeoutError("too slow")
@@ -63,32 +57,13 @@ def limited(completions, **kwargs):
         finally:
             alarm(0)
     return scores
-
-def numbers(completions, **kwargs):
-    return [Decimal("0.5"), Fraction(1, 4)]
-
-def arrays(completions, **kwargs):
-    return np.array([0.5, 0.25], dtype=np.float32)
 """
 
 
-@pytest.mark.parametrize(
-    ("function", "values"),
-    [
-        ("accuracy", [1.0, 0.0]),
-        ("compute_score", [1.0, 0.0]),
-        ("one", [1.0, 0.0]),
-        ("waits", [1.0, 0.0]),
-        ("limited", [1.0, 0.0]),
-        ("numbers", [0.5, 0.25]),
-        ("arrays", [0.5, 0.25]),
-    ],
-)
-def test_published_rewards_run_unchanged(
-    function: str, values: list[float], make_group: Callable[..., SampleGroup], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("function", ["accuracy", "compute_score", "one", "limited"])
+def test_published_rewards_run_unchanged(function: str, make_group: Callable[..., SampleGroup], tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(REWARDS)
     scorer = Scorer(RewardConfig(functions={f"{tmp_path / 'mine.py'}:{function}": 1.0}, timeout_s=300), 100, "prompt")
     group = make_group([r"so \boxed{\frac{10}{2}}", r"so \boxed{6}"], prompt="3+2?", solution="$5$")
-    assert [sample.reward for sample in scorer.score_group(group).samples] == values
+    assert [sample.reward for sample in scorer.score_group(group).samples] == [1.0, 0.0]
     scorer.close()

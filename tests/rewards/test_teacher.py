@@ -127,11 +127,6 @@ def b64(values: list[Any], dtype: type) -> str:
     ("ids", "logprobs", "sentence"),
     [
         (None, None, "no top logprobs in flat arrays: serve the teacher by a version of SGLang that knows return_flat"),
-        (
-            b64([1, 2], np.int32),
-            b64([-1, -2], np.float32),
-            "returned 2 top logprobs for 1 tokens, 3 of each were asked",
-        ),
         (b64([1, 2, 3], np.int32), b64([-1, -2, math.nan], np.float32), "of no distribution"),
     ],
 )
@@ -151,13 +146,6 @@ def test_broken_top_logprobs(
     assert sentence in str(raised.value)
 
 
-def test_a_start_asks_for_what_a_step_needs(server: Server, topk_teacher: TeacherClient) -> None:
-    topk_teacher.check_reply()
-    server.reply = 200, json.dumps([{"meta_info": {"input_token_logprobs": entries([0, 0], 0)}}])
-    with pytest.raises(UserError, match=r"^algorithm.distillation.teacher: http.* returned no top logprobs in flat"):
-        topk_teacher.check_reply()
-
-
 @pytest.mark.parametrize(
     ("echoed", "same"),
     [
@@ -165,8 +153,6 @@ def test_a_start_asks_for_what_a_step_needs(server: Server, topk_teacher: Teache
         ([[1, 2, 0], [3]], True),  # as SGLang shows the last one
         ([[1, 0, 0], [3]], False),
         ([[1, 2, 0], [0]], False),
-        ([[1, 2, 8], [3]], False),
-        ([[1, 2], [3]], False),
         ([[1, 2, 9]], False),
     ],
     ids=str,
@@ -188,7 +174,6 @@ def test_every_sequence_of_a_forked_episode_is_scored_after_its_own_prompt(
 @pytest.mark.parametrize(
     ("reply", "sentence"),
     [
-        ((500, "busy"), "/generate answered status 500: busy"),
         ((200, "hello"), "answered 'hello', not the logprobs of given tokens: serve a causal language model"),
         ((200, json.dumps([{"meta_info": {"input_token_logprobs": [[None, 2, None], [-1.0, 98, None]]}}])), "of other"),
         ((200, '[{"meta_info": {"input_token_logprobs": [[null, 2], [NaN, 97]]}}]'), "that is not finite"),
@@ -229,10 +214,7 @@ def test_a_servers_tokens_are_compared_by_their_texts(server: Server, tokenizer:
         assert f"{many} of the policy's {len(texts)} tokens are others there, such as {shown}" in str(raised.value)
 
 
-@pytest.mark.parametrize("reply", [(500, "it has no tokenizer"), (200, "hello")])
-def test_a_server_that_cannot_be_asked_is_warned_of(
-    reply: Reply, server: Server, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    warning = check(server, reply, tokenizer)
+def test_a_server_that_cannot_be_asked_is_warned_of(server: Server, tokenizer: PreTrainedTokenizerBase) -> None:
+    warning = check(server, (500, "it has no tokenizer"), tokenizer)
     assert warning.startswith("algorithm.distillation.teacher: its tokenizer could not be compared with the policy's (")
     assert len(server.bodies) == 1

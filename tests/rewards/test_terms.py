@@ -32,26 +32,6 @@ def test_overlong_is_equation_13_of_dapo(length: int, l_max: int, data: st.DataO
     assert overlong_penalty(length, l_max, l_cache) == expected
 
 
-def test_overlong_at_its_corners() -> None:
-    assert [overlong_penalty(tokens, 20, 10) for tokens in (1, 10, 11, 15, 20, 21)] == [0, 0, -0.1, -0.5, -1, -1]
-
-
-@pytest.mark.parametrize(
-    ("tokens", "ngram", "value"),
-    [
-        ([1, 2, 3, 4], 2, 0.0),
-        ([1, 2, 1, 2], 2, -1 / 3),
-        ([7] * 11, 2, -0.9),
-        ([7] * 4, 4, 0.0),
-        ([7] * 3, 4, 0.0),
-        ([], 1, 0.0),
-        ([5, 5, 6], 1, -1 / 3),
-    ],
-)
-def test_repetition(tokens: list[int], ngram: int, value: float) -> None:
-    assert repetition_penalty(tokens, ngram) == pytest.approx(value)
-
-
 @given(st.lists(st.integers(0, 3), max_size=30), st.integers(1, 5))
 def test_repetition_counts_what_stood_before(tokens: list[int], ngram: int) -> None:
     grams = [tokens[i : i + ngram] for i in range(max(0, len(tokens) - ngram + 1))]
@@ -63,25 +43,19 @@ def test_repetition_counts_what_stood_before(tokens: list[int], ngram: int) -> N
 
 @pytest.mark.parametrize("tokens", [15, 20, 24, 30, 31])
 @pytest.mark.parametrize("right", [True, False])
-@pytest.mark.parametrize(
-    ("settings", "low", "high"),
-    [
-        ({"answer": 1.0}, 0.0, 1.0),
-        ({"answer": 3.0}, 0.0, 3.0),
-    ],
-)
+@pytest.mark.parametrize("high", [1.0, 3.0])
 def test_overlong_weighs_as_in_dapo_whatever_the_range_of_the_reward(
-    tokens: int, right: bool, settings: dict[str, Any], low: float, high: float, make_group: Callable[..., SampleGroup]
+    tokens: int, right: bool, high: float, make_group: Callable[..., SampleGroup]
 ) -> None:
     """DAPO scores -1 and 1 and takes eq. 13 off; on another range the whole is that, moved and stretched to it."""
     published = (1.0 if right else -1.0) + min(0.0, max(-1.0, (20 - tokens) / 10))
     overlong = {"overlong": {"weight": 1.0, "buffer_tokens": 10}}
-    scorer = Scorer(RewardConfig.model_validate({"answer": 1.0} | settings | overlong), max_response_tokens=30)
+    scorer = Scorer(RewardConfig.model_validate({"answer": high} | overlong), max_response_tokens=30)
     try:
         (sample,) = scorer.score_group(make_group([("\\boxed{7}" if right else "none").ljust(tokens)])).samples
     finally:
         scorer.close()
-    assert sample.reward == pytest.approx(low + (published + 1) / 2 * (high - low))
+    assert sample.reward == pytest.approx((published + 1) / 2 * high)
 
 
 TAGS = ("<think>", "</think>")
@@ -90,9 +64,7 @@ THOUGHTS = [
     ("<think>\nlong\n</think>\n\n7\n", 1.0, 1.0),
     ("3 and 4</think>7", 0.0, 0.0),
     ("<think>3 and 4", 0.0, 0.0),
-    ("7", 0.0, 0.0),
     ("So <think>3</think>7", 0.0, 0.0),
-    ("<think>a<think>b</think>7", 0.0, 0.0),
     ("<think>a</think>7<think>b</think>", 0.0, 0.0),
     # TRL takes these: no thinking, no answer, or a second end of the thinking.
     ("<think> </think>7", 0.0, 1.0),
@@ -137,14 +109,6 @@ def test_language_consistency_is_the_share_of_the_words_of_the_thinking(make_gro
         RewardConfig.model_validate({"language": {"weight": 1, "target": "klingon"}})
 
 
-@pytest.mark.parametrize(
-    ("is_correct", "tokens", "published"),
-    [(True, 0, 2.0), (True, 50, 1.5), (True, 100, -10.0), (False, 0, -10.0), (False, 50, -5.0), (False, 101, -10.0)],
-)
-def test_cosine_has_the_published_values_at_its_corners(is_correct: bool, tokens: int, published: float) -> None:
-    assert cosine_reward(is_correct, tokens, 100) == pytest.approx(published)
-
-
 @given(st.booleans(), st.integers(0, 99))
 def test_cosine_is_the_formula_of_yeo_et_al(is_correct: bool, tokens: int) -> None:
     def cos_fn(t: int, limit: int, eta_min: float, eta_max: float) -> float:
@@ -167,13 +131,6 @@ def test_cosine_follows_the_term_that_says_what_is_right(make_group: Callable[..
     assert score_texts(failing, make_group(texts)) == [0.25] * 3  # a failing call's score does not say what is right
 
 
-@pytest.mark.parametrize(
-    ("reward", "sentence"),
-    [
-        ({"cosine": 1.0}, "no term says which are: set reward.correct=answer"),
-        ({"cosine": 1.0, "correct": "cosine"}, "cosine follows from what is correct: name another"),
-    ],
-)
-def test_cosine_without_a_verdict_is_refused(reward: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValidationError, match=sentence):
-        RewardConfig.model_validate(reward)
+def test_cosine_without_a_verdict_is_refused() -> None:
+    with pytest.raises(ValidationError, match=r"no term says which are: set reward\.correct=answer"):
+        RewardConfig(cosine=1.0)
