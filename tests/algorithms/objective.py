@@ -177,7 +177,6 @@ def _correction(old: Tensor, rollout: Tensor, algorithm: AlgorithmConfig) -> Ten
 
 
 def _aggregate(terms: Tensor, lengths: Sequence[int], algorithm: AlgorithmConfig) -> Tensor:
-    """Return one sample's share of the update's loss."""
     if algorithm.aggregation == "token_mean":
         return terms.sum() / sum(lengths)
     if algorithm.aggregation == "constant":
@@ -224,7 +223,6 @@ def sample_infos(
     steps: Sequence[tuple[tuple[int, float], ...]] | None = None,
     lengths: Sequence[int] | None = None,
 ) -> list[SampleInfo]:
-    """Return the infos of samples that differ in these alone."""
     count = len(ids)
     rows = zip(
         ids, lengths or [5] * count, rewards or [0.0] * count, parts or [{}] * count, steps or [()] * count, strict=True

@@ -117,12 +117,6 @@ def test_a_token_gains_from_every_step_that_ends_after_it() -> None:
     np.testing.assert_allclose(actual[1], [third] * 3)
 
 
-def test_steps_of_one_reward_and_samples_without_steps_give_zeros() -> None:
-    samples = sample_infos([0, 0, 0], steps=[((0, 1.0), (1, 1.0)), (), ((1, 1.0),)], lengths=[2, 4, 2])
-    actual = estimate_process(samples, AdvantageConfig(level="process"), {})
-    assert [values.tolist() for values in actual] == [[0.0] * 2, [0.0] * 4, [0.0] * 2]
-
-
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 30), st.floats(-5, 5)), min_size=1, max_size=20))
 def test_one_step_at_the_end_is_the_outcome_advantage(samples: list[tuple[int, int, float]]) -> None:
     ids, lengths, rewards = (list(column) for column in zip(*samples, strict=True))

@@ -13,7 +13,6 @@ LIMIT = 6000
 
 
 def weights(samples: list[tuple[int, bool]], aggregation: str, **changes: float) -> list[list[float]]:
-    """Return the weight of every token of every sample."""
     lengths, in_loss = [length for length, _ in samples], [included for _, included in samples]
     algorithm = AlgorithmConfig.model_validate({"aggregation": aggregation, **changes})
     by_sample = token_weights(lengths, in_loss, algorithm, LIMIT)

@@ -17,7 +17,6 @@ GROUPS = (0, 0, 0, 0, 1, 1, 1, 1)
 def report(
     update: UpdateData, max_tokens: int, entropy: float = 0.7, algorithm: AlgorithmConfig = ALGORITHM
 ) -> dict[str, float]:
-    """Compute the metrics of an update on one rank."""
     batches, logprobs = to_microbatches(update, algorithm, max_tokens)
     loss = loss_of(algorithm)
     reports = [

@@ -139,7 +139,6 @@ def packed(rows: Tensor, batch: Any) -> Tensor:
 
 
 def assert_rows(batches: Any, name: str, expected: Tensor) -> None:
-    """Compare what each response token has with TRL's."""
     for batch in batches:
         close(torch.stack(gather_responses(getattr(batch, name), batch)), expected[list(batch.sample_ids)])
 

@@ -65,13 +65,6 @@ def test_dropped_groups_are_not_replaced_where_the_rule_says_so() -> None:
     assert (admission.selected, launched, admission.consumed) == ((0, 2), [0, 1, 2], 3)
 
 
-def test_more_are_launched_at_once_than_are_needed() -> None:
-    rule = admission_rule(FilterConfig(zero_std="refill", oversample_factor=1.5), 2, 0)
-    assert admit([], rule).launch_limit == 3
-    assert admit([(2, True), (0, False)], rule) == Admission(False, 4, (), 1)
-    assert admit([(2, True), (0, False), (1, True)], rule) == Admission(True, 4, (1, 2), 3)
-
-
 @given(st.integers(1, 4), st.integers(1, 3), st.randoms(use_true_random=False))
 def test_no_group_begins_more_steps_early_than_is_allowed(needed: int, max_staleness: int, random: Random) -> None:
     rule = admission_rule(FilterConfig(zero_std="refill"), needed, max_staleness)

@@ -6,26 +6,6 @@ from hypothesis import strategies as st
 from grpo_mp.batching.microbatches import Cost, MicroBatchSchedule, plan_microbatches
 
 
-def fewest_bins(lengths: list[int], capacity: int) -> int:
-    """Find by trying every partition the fewest bins, where a too long sequence has its own."""
-    best = len(lengths)
-
-    def search(rest: list[int], bins: list[int]) -> None:
-        nonlocal best
-        if len(bins) >= best and rest:
-            return
-        if not rest:
-            best = min(best, len(bins))
-            return
-        for i, load in enumerate(bins):
-            if load + rest[0] <= capacity:
-                search(rest[1:], [*bins[:i], load + rest[0], *bins[i + 1 :]])
-        search(rest[1:], [*bins, rest[0]])
-
-    search(lengths, [])
-    return best
-
-
 def check_schedule(
     schedule: MicroBatchSchedule, lengths: list[int], ranks: int, capacity: int, align: int, multiple: int
 ) -> None:
@@ -60,18 +40,6 @@ def test_every_plan_is_legal_and_deterministic(
     assert schedule == plan_microbatches(tuple(lengths), ranks, capacity, align, multiple, costs)
 
 
-@given(st.lists(st.integers(1, 12), min_size=1, max_size=8), st.integers(1, 3), st.integers(5, 25), st.integers(1, 2))
-@settings(max_examples=300, deadline=None)
-def test_microbatches_are_as_few_as_any_packing_allows(
-    lengths: list[int], ranks: int, capacity: int, multiple: int
-) -> None:
-    fewest = -(-fewest_bins(lengths, capacity) // (ranks * multiple)) * multiple
-    planned = plan_microbatches(lengths, ranks, capacity, 1, multiple).microbatches
-    assert fewest <= planned <= fewest + multiple
-    if fewest_bins(lengths, capacity) <= 2 or planned == multiple:
-        assert planned == fewest
-
-
 def test_long_tailed_lengths_balance_over_ranks_and_microbatches() -> None:
     draw = random.Random(0)
     lengths = [min(8192, 16 + int(draw.lognormvariate(6, 1))) for _ in range(1024)]
@@ -81,11 +49,3 @@ def test_long_tailed_lengths_balance_over_ranks_and_microbatches() -> None:
     for k in range(schedule.microbatches):
         together = [rank[k].tokens for rank in schedule.ranks]
         assert max(together) / (sum(together) / 8) < 1.02
-
-
-def test_quadratic_cost_gives_the_rank_with_the_long_sequence_fewer_tokens() -> None:
-    lengths = [400] + [100] * 8
-    schedule = plan_microbatches(lengths, 2, 10_000, 1, costs=[Cost(1.0, 0.01).time(length) for length in lengths])
-    tokens = {plan.samples: plan.tokens for rank in schedule.ranks for plan in rank}
-    with_long = next(count for samples, count in tokens.items() if 0 in samples)
-    assert with_long < sum(tokens.values()) / 2

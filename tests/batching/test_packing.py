@@ -99,15 +99,6 @@ def test_a_rank_holds_its_chunk_and_the_mirror_of_every_sequence() -> None:
     assert slice_context(batch, 1, 0) is batch
 
 
-def test_an_empty_plan_is_one_dummy_sequence() -> None:
-    batch = pack([], [], [], MicroBatchPlan(), align=8)
-    assert batch.lengths == (8,)
-    assert batch.sample_ids == ()
-    assert batch.mask.sum() == 0
-    assert batch.sequence_index.eq(-1).all()
-    assert gather_responses(batch.mask, batch) == ()
-
-
 def test_padding_to_a_size_is_a_sequence_of_its_own() -> None:
     plain = pack({3: make_sample(2, 3)}, [0, 0, 0, 1.0], [0, 0, 0, 0.5], MicroBatchPlan((3,), (8,)), align=4)
     padded = pack(

@@ -27,7 +27,6 @@ MAX_TOKENS, HIDDEN = 48, 64
 
 
 def make_samples(count: int, seed: int) -> list[Sample]:
-    """Make samples of different lengths, with tokens that no other sample has."""
     draw = random.Random(seed)
     samples = []
     for number in range(count):

@@ -52,7 +52,6 @@ def test_what_is_not_there_is_missing(name: str) -> None:
 
 
 def verl_file(folder: Path) -> str:
-    """Return a Parquet file with the columns of verl's data sets."""
     rows = [
         {
             "data_source": "openai/gsm8k",

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 
 def check_parameter_counts(job: PlannedJob) -> None:
-    """Assert that the closed form counts what Megatron builds."""
     counted: list[tuple[str, PlannedJob, tuple[ParameterCount, ...], dict[str, bool]]] = [
         ("model", job, job.parameter_counts, {})
     ]

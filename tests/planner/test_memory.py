@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from grpo_mp.planner.activations import backward_bytes, forward_bytes, layer_bytes, logits_bytes
+from grpo_mp.planner.activations import backward_bytes, forward_bytes, logits_bytes
 from grpo_mp.planner.memory import MemoryPlan, SubPhase, plan_memory
 from tests.planner.jobs import job_of
 
@@ -104,12 +104,3 @@ def test_a_save_and_a_load_need_one_piece_of_each_rank() -> None:
     host = plan_memory(job_of("qwen2.5-7b", "h100-80", 1, run=run, training={"megatron_args": PRECISION_AWARE})).host
     sizes = {phase: kinds["checkpoint"] for phase, kinds in host.items() if kinds["checkpoint"]}
     assert sizes == {SubPhase.SAVE: 8 * 2**28, SubPhase.LOAD: 8 * 2**28}
-
-
-def test_shared_prompts_expand_keys_and_values() -> None:
-    separate = job_of("qwen2.5-7b", "h100-80", 1)
-    shared = job_of("qwen2.5-7b", "h100-80", 1, training={"share_prompts": True})
-    assert separate.mean_response_tokens == 1536
-    # A micro-batch of 4096 tokens: a prompt of 1024, seen by itself and by two responses of 1536.
-    keys = 1024 + 2 * (1024 + 1536)
-    assert layer_bytes(shared, 0) - layer_bytes(separate, 0) == keys * 2 * 4 * 128 * 2

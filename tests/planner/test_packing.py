@@ -6,8 +6,7 @@ from statistics import fmean
 import pytest
 
 from grpo_mp.batching.updates import PackingRule, plan_updates
-from grpo_mp.config.sections import LayoutConfig
-from grpo_mp.planner.job import AssumedLengths, pack_update, response_lengths
+from grpo_mp.planner.job import AssumedLengths, response_lengths
 from tests.planner.jobs import job_of
 
 LONG = {"prompts_per_step": 128, "group_size": 8, "max_prompt_tokens": 2048, "max_response_tokens": 32768}
@@ -19,17 +18,6 @@ def test_assumed_responses_have_the_mean_and_the_limit(mean: float) -> None:
     assert len(responses) == 256
     assert 1 <= min(responses) <= max(responses) <= 32768
     assert fmean(responses) == pytest.approx(mean, rel=0.01)
-
-
-def test_shared_prompt_counts_once_per_micro_batch() -> None:
-    long_prompts, layout = AssumedLengths(64, 4096, 500.0, 1000), LayoutConfig()
-    shared = pack_update(replace(long_prompts, samples_per_prompt=8), PackingRule(layout, 1, 40_000, 1024))
-    tokens = sum(response_lengths(long_prompts))
-    # One token of the prompt is computed with each sample.
-    assert shared.load_factor == pytest.approx((8 * 4096 + tokens) / (64 * 4096 + tokens), rel=2e-3)
-    assert pack_update(long_prompts, PackingRule(layout, 1, 40_000, 1024)).load_factor == pytest.approx(1)
-    separate = pack_update(replace(long_prompts, samples_per_prompt=8), PackingRule(layout, 1, 4200, 1024))
-    assert separate.load_factor == pytest.approx(1)  # every sample in a micro-batch of its own
 
 
 @pytest.mark.parametrize("layout", [{"tensor": 4, "pipeline": 4, "context": 2}, {"tensor": 4}])

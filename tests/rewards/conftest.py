@@ -18,6 +18,11 @@ def make_group() -> Callable[..., SampleGroup]:
     return make
 
 
+@pytest.fixture(autouse=True)
+def short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_mp.rewards.reward_model.BACKOFF_S", 0.01)
+
+
 def _sample(index: int, text: str) -> Sample:
     return Sample(
         group_id=5,

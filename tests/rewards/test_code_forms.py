@@ -24,17 +24,6 @@ HUMAN_EVAL = {
     "    assert candidate([shift(7), 5]) == 8\n",
     "entry_point": "largest",
 }
-NODES = (
-    "from typing import *\nclass ListNode:\n    def __init__(self, val=0, next=None):\n        self.val, self.next = "
-    "val, next\ndef list_node(values):\n    head = None\n    for value in reversed(values):\n        head = "
-    "ListNode(value, head)\n    return head\ndef is_same_list(a, b):\n    while a and b:\n        if a.val != b.val:\n"
-    "            return False\n        a, b = a.next, b.next\n    return not a and not b\n"
-)
-REVERSE = (
-    "class Solution:\n    def reverse(self, head: Optional[ListNode]) -> Optional[ListNode]:\n        last = None\n"
-    "        while head:\n            head.next, last, head = last, head, head.next\n        return last\n"
-)
-UNCHANGED = "class Solution:\n    def reverse(self, head): return head\n"
 PYTEST = """import pytest
 from solution import largest
 
@@ -86,22 +75,7 @@ FORMS: dict[str, tuple[dict[str, Any], str, str]] = {
         MIN,
     ),
     "HumanEval": (HUMAN_EVAL, MAX, MIN),
-    "LeetCodeDataset": (
-        {
-            "prompt": NODES,
-            "tests": "def check(candidate):\n    assert is_same_list(candidate(head=list_node([1, 2, 3])), "
-            "list_node([3, 2, 1]))\n",
-            "entry_point": "Solution().reverse",
-        },
-        REVERSE,
-        UNCHANGED,
-    ),
     "KodCode": ({"tests": PYTEST}, MAX, MIN),
-    "KodCode, whole module": (
-        {"tests": "import solution\ndef test_it():\n    assert solution.sum([2]) == 4\n"},
-        "def sum(xs): return 2 * xs[0]",
-        "x = 1",
-    ),
     "unittest": ({"tests": UNITTEST}, MAX, MIN),
     "APPS, stdin": (
         {"tests": json.dumps({"inputs": ["1 2\n", ["5 6"]], "outputs": ["3\n", ["11"]]})},
@@ -112,11 +86,6 @@ FORMS: dict[str, tuple[dict[str, Any], str, str]] = {
         {"tests": json.dumps({"fn_name": "largest", "inputs": [[[1, 3]], [[7]]], "outputs": [[3], 7]})},
         MAX,
         MIN,
-    ),
-    "APPS, keys that were numbers": (
-        {"tests": {"fn_name": "get", "inputs": [[{"1": 5}]], "outputs": [{"2": 5}]}},
-        "def get(d): return {2: d[1]}",
-        "def get(d): return {'2': 5}",
     ),
     "PRIME": (
         {"tests": {"style": "rule", "ground_truth": json.dumps({"inputs": ["1 2"], "outputs": ["3"]})}},

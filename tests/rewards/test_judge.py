@@ -47,11 +47,6 @@ class Server(JsonServer):
         return 200 if path == "/v1/chat/completions" else 404, chat_reply(text)
 
 
-@pytest.fixture(autouse=True)
-def short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_mp.rewards.reward_model.BACKOFF_S", 0.01)
-
-
 @pytest.fixture
 def server() -> Iterator[Server]:
     with Server().serving() as server:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_mp.rewards.language import SCRIPTS, script_share
+from grpo_mp.rewards.language import script_share
 
 CASES = [
     ("", ["latin"], 1.0),
@@ -22,10 +22,3 @@ CASES = [
 @pytest.mark.parametrize(("text", "scripts", "share"), CASES)
 def test_share_of_the_words(text: str, scripts: list[str], share: float) -> None:
     assert script_share(text, scripts) == pytest.approx(share)
-
-
-def test_a_word_is_of_one_script() -> None:
-    for text, scripts, share in CASES:
-        has_words = script_share(text, ()) == 0.0
-        assert script_share(text, SCRIPTS) == 1.0
-        assert script_share(text, set(SCRIPTS) - set(scripts)) == pytest.approx(1.0 - share if has_words else 1.0)

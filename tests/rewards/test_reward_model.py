@@ -34,11 +34,6 @@ class Server(JsonServer):
         return 200, json.dumps([{"embedding": [float(sum(ids))], "meta_info": {}} for ids in body["input_ids"]])
 
 
-@pytest.fixture(autouse=True)
-def short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_mp.rewards.reward_model.BACKOFF_S", 0.01)
-
-
 @pytest.fixture
 def server() -> Iterator[Server]:
     with Server().serving() as server:

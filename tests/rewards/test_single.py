@@ -89,11 +89,6 @@ def test_a_call_that_fails_is_a_failure_of_the_group(
     assert stats.failures == {name: 1}
 
 
-def test_none_does_not_apply(score: Any, make_group: MakeGroup) -> None:
-    scored = score("stateful", make_group(["a", "none"]))[2]
-    assert [sample.reward_terms for sample in scored.samples] == [{"stateful": 1.0}, {}]
-
-
 def test_a_function_with_another_signature_is_refused_at_the_start(score: Any, make_group: MakeGroup) -> None:
     with pytest.raises(UserError, match=r"^reward\.functions '.*single\.py:narrow': as reward function it is called"):
         score("narrow", make_group(["a"]))

@@ -11,13 +11,8 @@ from trl.rewards import think_format_reward
 
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rewards.settings import RewardConfig
-from grpo_mp.rewards.terms import BuiltInTerms, cosine_reward, overlong_penalty, repetition_penalty, think_format
+from grpo_mp.rewards.terms import cosine_reward, overlong_penalty, repetition_penalty, think_format
 from grpo_mp.utils.types import SampleGroup
-
-
-def test_length_is_the_used_share_of_the_limit(make_group: Callable[..., SampleGroup]) -> None:
-    built_in = BuiltInTerms(RewardConfig(length=1.0), max_response_tokens=8, used=["length"])
-    assert built_in.values["length"](make_group(["x" * tokens for tokens in (2, 8, 9)])) == [0.25, 1.0, 1.0]
 
 
 @given(st.integers(0, 300), st.integers(2, 200), st.data())

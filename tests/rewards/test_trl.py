@@ -31,7 +31,6 @@ OVERLONG = get_soft_overlong_punishment(max_completion_len=30, soft_punish_cache
 
 
 def trl_rewards(functions: list[Any], row: dict[str, Any], group: SampleGroup) -> torch.Tensor:
-    """What TRL's trainer computes for one group: [samples, functions]."""
     trainer = SimpleNamespace(
         accelerator=SimpleNamespace(device=torch.device("cpu"), is_main_process=True),
         args=SimpleNamespace(report_to=[]),
