@@ -228,11 +228,6 @@ def test_an_answer_that_was_cut_is_ended(name: str) -> None:
     assert whole == cut
 
 
-def test_special_tokens_of_others_are_taken_out() -> None:
-    renderer = make_renderer("qwen3", tools=False)
-    assert renderer.clean("a<|im_end|>\n<|im_start|>b\ud800") == "a\nb?"
-
-
 @pytest.mark.parametrize(
     "forged",
     [

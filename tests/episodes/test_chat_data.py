@@ -44,16 +44,11 @@ def load(path: Path, rows: Sequence[dict[str, Any]], data: dict[str, Any] | None
             {"message": []},
             "no column messages (did you mean message?), and not both prompt and completion; the row has",
         ),
-        ({"prompt": "1+2?"}, "no column messages, and not both prompt and completion"),
         ({"prompt": " ", "completion": "3"}, "column prompt: the prompt is empty"),
-        ({"messages": "1+2?"}, "column messages: expected a list of chat messages"),
         ({"messages": []}, "column messages: expected a list of chat messages"),
         ({"messages": [ASK, {"role": "bot", "content": "3"}]}, "a message needs role (system, user, assistant, tool)"),
-        ({"messages": [ASK, {"role": "assistant", "content": 3}]}, "and text content"),
         ({"messages": [ASK, {"role": "assistant", "content": " "}]}, "an answer of the assistant is empty"),
         ({"messages": [ASK]}, "the chat has no answer of the assistant: nothing would be learned"),
-        ({"prompt": "1+2?", "completion": [ASK]}, "the chat has no answer of the assistant"),
-        ({**CHAT, "tools": "no"}, "column tools"),
         ({**CHAT, "tools": [1]}, "column tools: expected a list of JSON schemas, or its JSON"),
     ],
 )
@@ -82,17 +77,9 @@ def test_prompt_and_completion_may_be_texts_or_messages(tmp_path: Path) -> None:
     assert decoded == "<|user|>1+2?<|im_end|><|assistant|>3<|im_end|><|user|>1+2?<|im_end|><|assistant|>"
 
 
-def test_a_system_prompt_stands_before_chats_without_one(tmp_path: Path) -> None:
-    system = {"role": "system", "content": "Sum"}
-    rows = [{"prompt": "1+2?", "completion": "3"}, {"messages": [system, ASK, ANSWER]}]
-    samples = load(tmp_path / "chats.jsonl", rows, {"system_prompt": "Add"})
-    texts = [encoder().tokenizer.decode(list(samples[i].prompt_tokens)) for i in range(2)]
-    assert [text[:11] for text in texts] == ["<|system|>A", "<|system|>S"]
-    assert samples.learned.tolist() == [2, 2]
-
-
 def test_a_held_out_set_has_its_own_system_prompt(tmp_path: Path) -> None:
-    rows, file = [{"prompt": "1+2?", "completion": "3"}], tmp_path / "chats.jsonl"
+    rows = [{"prompt": "1+2?", "completion": digits} for digits in ("3", "3" * 64)]
+    file = tmp_path / "chats.jsonl"
     expected = load(file, rows, {"system_prompt": "Sum"})[0]
     data = ChatDataConfig(
         train=str(file),
@@ -100,6 +87,7 @@ def test_a_held_out_set_has_its_own_system_prompt(tmp_path: Path) -> None:
         system_prompt="Add",
     )
     sets = load_held_out_chats(data, SftConfig(batch_size=1, max_tokens=64), encoder())
+    assert [(len(chats), chats.too_long) for chats in sets.values()] == [(1, 1)] * 2
     assert sets["own"][0].prompt_tokens == expected.prompt_tokens != sets["other"][0].prompt_tokens
 
 
@@ -126,18 +114,6 @@ def test_what_becomes_of_samples_that_are_too_long(tmp_path: Path) -> None:
         load(file, rows, max_tokens=12, too_long="refuse")
     with pytest.raises(UserError, match=r"all 3 chats are longer than sft.max_tokens=3: raise it"):
         load(file, rows, max_tokens=3)
-
-
-def test_held_out_chats_that_are_too_long_are_counted_and_said(tmp_path: Path) -> None:
-    file = tmp_path / "chats.jsonl"
-    file.write_text("".join(f"{json.dumps({'prompt': '1?', 'completion': '5' * n})}\n" for n in (1, 20, 2, 30)))
-    data = ChatDataConfig(train=str(file), eval={"all": str(file), "two": {"path": str(file), "max_samples": 2}})
-    held = load_held_out_chats(data, SftConfig(batch_size=1, max_tokens=12), encoder())
-    assert {name: (len(chats), chats.too_long) for name, chats in held.items()} == {"all": (2, 2), "two": (1, 1)}
-    assert [sentence for chats in held.values() for sentence in chats.warnings] == [
-        "data.eval.all: 2 of 4 chats are longer than sft.max_tokens=12, and no part of its loss",
-        "data.eval.two: 1 of 2 chats are longer than sft.max_tokens=12, and no part of its loss",
-    ]
 
 
 def test_a_row_that_changes_while_the_run_goes_on_is_named(tmp_path: Path) -> None:

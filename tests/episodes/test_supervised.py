@@ -97,18 +97,6 @@ def test_templates_that_change_what_they_wrote_are_refused(name: str) -> None:
         encode(make_encoder(name), Chat(TWO_TURNS))
 
 
-def test_the_last_turn_can_be_learned_where_earlier_ones_are_changed() -> None:
-    encoder = make_encoder("qwen3", "last")
-    assert turns(encoder, encode(encoder, Chat(TWO_TURNS))) == [
-        "<think>\n\n</think>\n\nEight, and that is all.<|im_end|>\n"
-    ]
-
-
-def test_a_prompt_that_a_finished_chat_lacks_is_refused_for_the_last_turn_too() -> None:
-    with pytest.raises(UserError, match=r"up to message 4: .* marks$"):
-        encode(make_encoder("deepseekv3", "last"), Chat(TWO_TURNS))
-
-
 @pytest.mark.parametrize("name", sorted(set(CALLING) & LEARNED.keys()))
 def test_calls_are_learned_and_results_are_not(name: str) -> None:
     encoder = make_encoder(name)
@@ -140,13 +128,6 @@ def test_a_template_that_cuts_an_answer_is_refused(name: str) -> None:
     thinks: Message = {"role": "assistant", "content": "<think>\nThree and four.\n</think>\n\nSeven."}
     with pytest.raises(UserError, match="cuts the assistant's content '<think>"):
         encode(encoder, Chat((ASK, thinks, MORE, LATER)))
-
-
-STRIPPING_MARKS = (
-    "{% for m in messages %}{% if m['role'] == 'assistant' %}A: {% generation %}"
-    "{{ m['content'] if loop.last else m['content'].split('=')[-1] }}<|im_end|>{% endgeneration %}"
-    "{% else %}U: {{ m['content'] }}\n{% endif %}{% endfor %}{% if add_generation_prompt %}A: {% endif %}"
-)
 
 
 SPLIT_MARKS = (  # words and calls of a turn are marked each by itself, empty words are not
@@ -183,17 +164,6 @@ def test_a_call_that_only_the_words_name_is_missed() -> None:
     encode(make_encoder("qwen2_5"), chat)
 
 
-def test_reasoning_that_a_template_does_not_write_is_missed() -> None:
-    thinks: Message = {**ANSWER, "reasoning_content": "Three and four."}
-    for loss_on in get_args(LossOn):
-        with pytest.raises(UserError, match=r"cuts the assistant's reasoning_content 'Three and four\."):
-            encode(make_encoder("qwen2_5", loss_on), Chat((ASK, thinks)))
-    encoder = make_encoder("qwen3", "last")
-    assert turns(encoder, encode(encoder, Chat((ASK, thinks)))) == [
-        "<think>\nThree and four.\n</think>\n\nSeven.<|im_end|>\n"
-    ]
-
-
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
 def test_thinking_under_any_name_is_learned_or_missed(field: str) -> None:
     thinks: Message = {**ANSWER, field: "Three and four."}
@@ -201,10 +171,11 @@ def test_thinking_under_any_name_is_learned_or_missed(field: str) -> None:
     assert turns(encoder, encode(encoder, Chat((ASK, thinks)))) == [
         "<think>\nThree and four.\n</think>\n\nSeven.<|im_end|>\n"
     ]
-    with pytest.raises(
-        UserError, match=rf"cuts the assistant's {field} 'Three and four\.'.* or remove the field {field}"
-    ):
-        encode(make_encoder("qwen2_5"), Chat((ASK, thinks)))
+    for loss_on in get_args(LossOn):
+        with pytest.raises(
+            UserError, match=rf"cuts the assistant's {field} 'Three and four\.'.* or remove the field {field}"
+        ):
+            encode(make_encoder("qwen2_5", loss_on), Chat((ASK, thinks)))
 
 
 @pytest.mark.parametrize("template", ["", published("qwen2_5_training"), SPLIT_MARKS])
@@ -245,14 +216,8 @@ def test_a_greeting_is_rendered_and_not_learned(template: str) -> None:
         encode(encoder, Chat((greeting, ASK)))
 
 
-def test_every_token_but_the_first_is_learned_of_all() -> None:
-    encoder = make_encoder("qwen2_5", "all")
-    learned = encode(encoder, Chat(TWO_TURNS))
-    assert learned.learned.tolist() == [False] + [True] * (len(learned.tokens) - 1)
-
-
 def test_a_tokenizer_that_knows_no_places_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in LEARNED:
+    for name in ("deepseek_v2", "glm4moe", "llama3"):
         encoder = make_encoder(name)
         fast = encode(encoder, Chat(TWO_TURNS))
         monkeypatch.setattr(type(encoder.tokenizer), "is_fast", False)
@@ -260,14 +225,6 @@ def test_a_tokenizer_that_knows_no_places_finds_the_same(monkeypatch: pytest.Mon
         monkeypatch.undo()
         assert slow.tokens == fast.tokens
         assert slow.learned.tolist() == fast.learned.tolist()
-
-
-def test_a_sample_is_the_prompt_and_what_follows_up_to_the_last_learned_token() -> None:
-    learned = LearnedTokens((1, 2, 3, 4, 5, 6), np.array([False, False, True, False, True, False]))
-    sample = learned.sample(7)
-    assert sample is not None
-    assert (sample.prompt_tokens, sample.tokens, sample.generated) == ((1, 2), (3, 4, 5), (True, False, True))
-    assert LearnedTokens((1, 2), np.array([False, False])).sample(0) is None
 
 
 def test_a_tokenizer_without_an_end_takes_that_of_the_generation_config() -> None:

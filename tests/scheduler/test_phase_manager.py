@@ -7,10 +7,11 @@ import pytest
 import torch
 from rich.console import Console
 
+from grpo_mp import platform
 from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.monitor.watchdog import Watchdog
-from grpo_mp.trainer.phase_manager import OffloadFunction, PhaseManager
+from grpo_mp.trainer.phase_manager import MemoryTracker, MemoryUsage, OffloadFunction, PhaseManager
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.phases import GENERATION, Phase, Residency
 
@@ -97,17 +98,6 @@ def test_spans_and_memory_usage_by_phase(monitors: Monitors) -> None:
     assert set(phase_manager.memory_tracker.take()) == {"TRAIN", "EVAL"}
 
 
-def test_error_in_a_phase_propagates_and_keeps_the_residency(monitors: Monitors) -> None:
-    calls: list[str] = []
-    phase_manager = PhaseManager(*monitors, 60.0, recording_functions(calls), GENERATION)
-    with pytest.raises(RuntimeError, match="in the body"), phase_manager.phase(Phase.LOGPROB):
-        raise RuntimeError("in the body")
-    calls.clear()
-    with phase_manager.phase(Phase.GENERATE):
-        pass
-    assert calls == ["-communicators", "-policy_weights", "+engine_weights", "+engine_cache"]
-
-
 def test_out_of_memory_is_one_sentence_with_phase_items_and_advice(monitors: Monitors) -> None:
     items = {"weights": 20.5 * 2**30, "gradients": 41 * 2**30, "optimizer": 0.0}
     manager = PhaseManager(*monitors, 60.0, items=lambda: items)
@@ -125,3 +115,17 @@ def test_out_of_memory_is_one_sentence_with_phase_items_and_advice(monitors: Mon
 
 def out_of_memory(onload: bool) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_the_largest_of_a_phase_is_kept_until_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts: Iterator[int] = iter([30, 10, 20, 5])
+    monkeypatch.setattr(platform, "host_bytes", lambda: next(hosts))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3)
+    tracker = MemoryTracker()
+    for phase in ("TRAIN", "TRAIN", "GENERATE"):
+        tracker.end(phase)
+    assert tracker.take() == {"TRAIN": MemoryUsage(30, 2, 3), "GENERATE": MemoryUsage(20, 2, 3)}
+    assert tracker.take() == {}
+    tracker.end("TRAIN")
+    assert tracker.take() == {"TRAIN": MemoryUsage(5, 2, 3)}
