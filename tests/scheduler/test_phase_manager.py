@@ -129,3 +129,15 @@ def test_the_largest_of_a_phase_is_kept_until_it_is_taken(monkeypatch: pytest.Mo
     assert tracker.take() == {}
     tracker.end("TRAIN")
     assert tracker.take() == {"TRAIN": MemoryUsage(5, 2, 3)}
+
+
+def test_policy_and_engine_share_the_device_only_during_sync_and_save() -> None:
+    for phase in Phase:
+        residency = phase.resident
+        names = {name for name, there in vars(residency).items() if there}
+        of_policy = {name for name in names if not name.startswith("engine_")}
+        assert phase in (Phase.SYNC, Phase.SAVE) or not (of_policy and residency.engine_weights)
+        assert not (residency.engine_cache and of_policy)
+        assert residency.engine_weights or not residency.engine_cache
+        assert residency.policy_weights or not residency.gradients
+        assert not residency.reward_model or names == {"reward_model"}

@@ -6,8 +6,6 @@ from grpo_mp.weight_sync.compare import (
     ANSWER_TOKENS,
     LEAST_LIMIT,
     MAX_ROUTING_TIES,
-    MAX_TEXTS,
-    MIN_TOKENS,
     RECHECK_SETS,
     CheckReport,
     compare,
@@ -15,7 +13,6 @@ from grpo_mp.weight_sync.compare import (
     describe_difference,
     pool_reports,
     trimmed_mean,
-    worst_report,
 )
 
 CHECKSUMS = {"a": "1", "b": "2", "c": "3", "d": "4", "e": "5"}
@@ -34,14 +31,6 @@ def test_pool_reports_equals_one_report_on_all_tokens() -> None:
     assert pool_reports(reports) == compare(engine, policy)
 
 
-def test_one_routing_tie_passes_and_a_small_error_everywhere_fails() -> None:
-    tied = CheckReport(mean=0.53 / 500, largest=0.53, tokens=500)
-    good = CheckReport(mean=4e-7, largest=2e-6, tokens=500)
-    assert not tied.passes(LEAST_LIMIT)
-    assert trimmed_mean([tied] + [good] * (RECHECK_SETS - 1)) <= LEAST_LIMIT
-    assert trimmed_mean([CheckReport(1.1e-4, 1e-3, 500)] * RECHECK_SETS) > LEAST_LIMIT
-
-
 def test_a_few_ties_pass_and_a_wrong_tensor_that_few_tokens_see_does_not() -> None:
     """Use the case of a run that stopped wrongly: 0.762 nats among 8149 tokens are a mean of 1.02e-4."""
     tie, equal = compare([[-1.0] * 254], [[-1.0] * 253 + [-1.762]]), compare([[-1.0] * 254], [[-1.0] * 254])
@@ -54,25 +43,12 @@ def test_a_few_ties_pass_and_a_wrong_tensor_that_few_tokens_see_does_not() -> No
     assert trimmed_mean([everywhere] * RECHECK_SETS) > LEAST_LIMIT
 
 
-def test_worst_report_of_several_engines() -> None:
-    assert worst_report([CheckReport(0.1, 0.5, 7), CheckReport(0.2, 0.3, 7)]) == CheckReport(0.2, 0.5, 7)
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_nan_and_infinity_never_pass(bad: float) -> None:
     report = compare([[-1.0, bad]], [[-1.0, -1.0]])
     assert not report.passes(1e9)
     assert not compare([[bad]], [[bad]]).passes(1e9)
     assert not pool_reports([report, CheckReport(0.0, 0.0, 1000)]).passes(1e9)
-
-
-@pytest.mark.parametrize(
-    ("engine", "policy"),
-    [([[1.0]], [[1.0, 2.0]]), ([[1.0]], [[1.0], [2.0]]), ([[1.0], [2.0, 3.0]], [[1.0, 2.0], [3.0]])],
-)
-def test_different_shapes_are_an_error(engine: list[list[float]], policy: list[list[float]]) -> None:
-    with pytest.raises(ValueError, match="different numbers of tokens"):
-        compare(engine, policy)
 
 
 def test_the_first_set_has_the_first_prompts_and_the_ends_of_answers() -> None:
@@ -84,15 +60,6 @@ def test_the_first_set_has_the_first_prompts_and_the_ends_of_answers() -> None:
     assert comparison_sequences(prompts, 400, 0, answers[2:])[4:] == ((8, 9), (1, 2))
 
 
-def test_of_short_prompts_there_are_more() -> None:
-    prompts = [(n, n + 1, n + 2) for n in range(100)]
-    assert comparison_sequences(prompts, 50) == tuple(prompts[:MAX_TEXTS])
-    ten = [tuple(range(n, n + 10)) for n in range(100)]
-    assert sum(map(len, comparison_sequences(ten, 50))) == -(-MIN_TOKENS // 10) * 10
-    assert comparison_sequences([(1,), (2,)], 50) == ((1, 2, 1),)
-    assert comparison_sequences([(1,), (2, 3)], 50) == ((2, 3),)
-
-
 def test_other_sets_are_other_texts_of_the_same_prompts() -> None:
     prompts = [tuple(range(start, start + 30)) for start in range(0, 60, 30)]
     sets = [comparison_sequences(prompts, 50, number, [(1, 2)]) for number in range(RECHECK_SETS)]
@@ -102,18 +69,9 @@ def test_other_sets_are_other_texts_of_the_same_prompts() -> None:
         assert all(len(text) >= 2 and text in {prompt[-len(text) :] for prompt in prompts} for text in texts)
 
 
-def test_tensor_changed_by_second_sync_did_not_arrive() -> None:
+def test_tensors_that_a_sync_missed_are_named() -> None:
     text = describe_difference(CHECKSUMS, CHECKSUMS | {"b": "9"}, CHECKSUMS | {"b": "9", "c": "8"})
     assert text == "a second sync changed b: the first sync was incomplete"
-
-
-def test_tensor_still_overwritten_is_reached_by_no_sync() -> None:
     assert describe_difference(CHECKSUMS, CHECKSUMS, CHECKSUMS | {"c": "9", "e": "9"}) == "no sync updates c, e"
-
-
-def test_no_difference_names_no_tensor() -> None:
     assert describe_difference(CHECKSUMS, dict(CHECKSUMS), dict(CHECKSUMS)) == ""
-
-
-def test_without_checksums_no_tensor_is_known() -> None:
     assert "is not known" in describe_difference({}, {}, {})

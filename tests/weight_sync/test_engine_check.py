@@ -201,14 +201,6 @@ def test_the_limit_is_measured_where_the_difference_is_beyond_the_least(
     assert len(noise) == 1  # later it serves as long as the difference is below
 
 
-def test_a_stop_that_is_asked_for_ends_the_second_check(settings: Settings, policy: Policy) -> None:
-    engine = Engine(policy, [0.5])
-    check = make_check(settings, policy, engine)
-    check.should_stop = lambda: len(engine.sets) >= 2
-    assert check.run(3).mean == pytest.approx(0.5)
-    assert (len(engine.sets), engine.overwritten) == (2, 0)
-
-
 def answer(group: int, *tokens: int) -> Sample:
     """One answer, to a prompt of one token."""
     versions = (0,) * (len(tokens) - 1)
@@ -270,10 +262,3 @@ def test_engines_that_are_lost_do_not_count(
     monkeypatch.setattr(EngineCheck, "_compare_engines", lambda *_: ([NOT_COMPARED, right], []))
     monkeypatch.setattr(EngineCheck, "_measure", lambda *_: CheckReport(1e-6, 1e-6, 100))
     assert check.run(3) == replace(right, limit=1e-4)
-    lost = list[str]()
-    monkeypatch.setattr(Engine, "lose_engine", lambda _, error: lost.append(str(error)))
-    sets = iter([[CheckReport(0.5, 0.6, 100), right], *[[NOT_COMPARED, right]] * RECHECK_SETS])
-    monkeypatch.setattr(EngineCheck, "_compare_engines", lambda *_: (next(sets), []))
-    monkeypatch.setattr(engine_check, "all_gather", lambda own, _: [own, own])
-    check.run(3)
-    assert len(lost) == 1  # by what it answered before

@@ -364,26 +364,6 @@ def test_experts_that_the_engine_moves_go_to_all_its_ranks() -> None:
     }
 
 
-def test_latent_down_projections_stay_together() -> None:
-    groups = group_params(model("deepseek_v3", "small")[0])
-    fused = [group.names for group in groups if any("q_down_proj" in name for name in group.names)]
-    assert [len(names) for names in fused] == [2, 2, 2]
-    assert all("kv_down_proj" in names[1] for names in fused)
-    assert max(len(group.names) for group in groups) == 2
-
-
-def test_parameter_without_holder_or_with_missing_part_is_an_error() -> None:
-    params, _ = model("llama", "small")
-    complete = dict.fromkeys(params, 0)
-    missing = next(name for name in params if "final" in name)
-    with pytest.raises(ValueError, match=f"no rank holds {missing}"):
-        find_holders(params, [{name: 0 for name in params if name != missing}], lambda _: 1)
-    with pytest.raises(ValueError, match=r"of 1 parts only \[2\] are held"):
-        find_holders(params, [complete | {missing: 2}], lambda _: 1)
-    with pytest.raises(ValueError, match=f"{missing}: of 2 parts only .0. are held"):
-        find_holders(params, [complete], lambda name: 2 if name == missing else 1)
-
-
 def test_holders_by_layout_are_those_that_the_ranks_report() -> None:
     """The planner reckons with the first, a run plans with the second."""
     for case in all_cases():

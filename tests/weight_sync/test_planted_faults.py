@@ -69,15 +69,6 @@ def scaled_attention(engine: LlamaForCausalLM) -> None:
         layer.self_attn.scaling *= 1.5
 
 
-def no_final_norm(engine: LlamaForCausalLM) -> None:
-    engine.model.norm = nn.Identity()
-
-
-def other_heads(engine: LlamaForCausalLM) -> None:
-    for layer in engine.model.layers:
-        layer.self_attn.k_proj.weight.data = layer.self_attn.k_proj.weight.data.roll(32, 0)
-
-
 def interleaved_rope(engine: LlamaForCausalLM) -> None:
     """Rotate neighbours in place of halves."""
     for layer in engine.model.layers:
@@ -95,26 +86,17 @@ def one_layer_without_attention(engine: LlamaForCausalLM) -> None:
     engine.model.layers[3].self_attn.o_proj.weight.data.zero_()
 
 
-def scaled_logits(engine: LlamaForCausalLM) -> None:
-    engine.lm_head.weight.data *= 1.1
-
-
 SETTINGS = {
-    "rope_theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
     "rope_scaling": {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
-    "activation": {"hidden_act": "gelu"},
     "norm_eps": {"rms_norm_eps": 1e-2},
 }
 CHANGES: dict[str, Callable[[LlamaForCausalLM], None]] = {
     change.__name__: change
     for change in (
         scaled_attention,
-        no_final_norm,
-        other_heads,
         interleaved_rope,
         swapped_gate,
         one_layer_without_attention,
-        scaled_logits,
     )
 }
 
@@ -138,7 +120,7 @@ def test_another_function_is_beyond_what_rounding_explains(
     assert distance(policy, engine, precision) > WRONG_FACTOR
 
 
-@pytest.mark.parametrize(("layers", "hidden"), [(2, 64), (8, 128), (24, 128)])
+@pytest.mark.parametrize(("layers", "hidden"), [(2, 64), (24, 128)])
 def test_other_rounding_passes_in_models_of_any_depth(precision: str, layers: int, hidden: int) -> None:
     """Attention by other kernels, and all in float32: noise replaces every rounding, so neither is farther than it."""
     policy = make_policy(precision, layers, hidden)
