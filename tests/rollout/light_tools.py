@@ -1,9 +1,5 @@
 """Tools of tests: worker processes import this module, which is light."""
 
-import os
-import signal
-import time
-
 
 def rows(a: int) -> str:
     """
@@ -24,13 +20,3 @@ class Board:
     def look(self) -> str:
         """Look around."""
         return "nothing"
-
-
-def kill() -> None:
-    """End the process."""
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-async def block() -> None:
-    """Block the event loop of the process."""
-    time.sleep(3600)

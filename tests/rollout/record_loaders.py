@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from tests.rollout.fake_h100 import cuda_on_meta, set_groups
-from tests.rollout.start_on_meta import build_model, run_cases
+from tests.rollout.start_on_meta import build_model, cuda_on_meta, run_cases, set_groups
 
 Copied = dict[str, list[int]]  # elements, first and last
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from grpo_mp.distributed.layout import ModelShape
-from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams, token_versions
+from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
 from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.rollout.shared_memory import LOADER, TensorSpec, export_to_host
 from grpo_mp.utils.errors import EngineError, PhaseTimeout, UserError
@@ -64,27 +64,11 @@ def test_logprobs_are_of_the_scaled_untruncated_distribution(
     assert greatest_difference(group, lambda t: expected_logprobs(model_folder, t, temperature)) < TOLERANCE
 
 
-def test_top_p_leaves_out_unlikely_tokens(ask: Ask, model_folder: Path, expected_logprobs: Logprobs) -> None:
-    group = ask(lambda client: client.generate(PROMPT, SamplingParams(1, top_p=0.3, ignore_eos=True), 64))
-    table = expected_logprobs(model_folder, PROMPT)[-1].exp().sort(descending=True)
-    nucleus = set(table.indices[: int((table.values.cumsum(0) < 0.3).sum()) + 1].tolist())
-    assert {response.tokens[0] for response in group} <= nucleus
-
-
 def test_a_group_shares_its_prompt_and_differs_in_its_responses(ask: Ask) -> None:
     group = ask(lambda client: client.generate(PROMPT, LONG, 8))
     assert len({response.tokens for response in group}) == 8
     assert all(len(response.tokens) == len(response.logprobs) == 16 for response in group)
     assert all(response.cached_tokens == len(PROMPT) - 1 for response in group)
-
-
-def test_a_response_ends_with_its_end_token_or_is_truncated(ask: Ask, model_folder: Path) -> None:
-    end_token = json.loads((model_folder / "config.json").read_text())["eos_token_id"]
-    group = ask(lambda client: client.generate(PROMPT, SamplingParams(24), 256))
-    assert {response.truncated for response in group} == {True, False}
-    for response in group:
-        assert end_token not in response.tokens[:-1]
-        assert len(response.tokens) == 24 if response.truncated else response.tokens[-1] == end_token
 
 
 def test_score_gives_the_logprob_of_every_token_but_the_first(
@@ -96,22 +80,6 @@ def test_score_gives_the_logprob_of_every_token_but_the_first(
         for tokens, logprobs in zip(sequences, scores, strict=True):
             reference = expected_logprobs(model_folder, tokens)[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
             torch.testing.assert_close(torch.tensor(logprobs), reference, atol=TOLERANCE, rtol=0)
-
-
-def test_new_weights_are_used_numbered_and_replaced(
-    ask: Ask, model_folder: Path, other_folder: Path, expected_logprobs: Logprobs
-) -> None:
-    try:
-        ask(lambda client: send_weights(client, other_folder, 41))
-        after = ask(lambda client: client.generate(PROMPT, LONG, 2))
-    finally:
-        ask(lambda client: send_weights(client, model_folder, 42))
-    again = ask(lambda client: client.generate(PROMPT, LONG, 2))
-    assert greatest_difference(after, lambda t: expected_logprobs(other_folder, t)) < TOLERANCE
-    assert greatest_difference(again, lambda t: expected_logprobs(model_folder, t)) < TOLERANCE
-    assert greatest_difference(after, lambda t: expected_logprobs(model_folder, t)) > 0.1
-    assert {v for response in after for v in response.weight_versions} == {41}
-    assert {v for response in again for v in response.weight_versions} == {42}
 
 
 def generate_while(
@@ -149,12 +117,6 @@ def test_tokens_before_and_after_an_update_have_their_weight_version(ask: Ask, m
     for response in group:
         assert set(response.weight_versions) == {last - 1, last}
         assert list(response.weight_versions) == sorted(response.weight_versions)
-
-
-def test_abort_returns_partial_responses(ask: Ask) -> None:
-    group = generate_while(ask, lambda client: client.abort_all(), lambda group: all(one.aborted for one in group))
-    assert all(response.aborted and not response.truncated for response in group)
-    assert all(len(response.tokens) < 140 for response in group)
 
 
 def test_engine_works_after_releasing_and_resuming_memory(
@@ -219,18 +181,8 @@ def test_requests_to_an_engine_that_was_lost_say_so() -> None:
         await client.aclose()
         await client.generate([1], LONG)
 
-    async def ask_during_pause() -> None:
-        client = EngineClient(7, "http://127.0.0.1:1", {}, timeout_s=1.0)
-        client._running.clear()
-        waits = asyncio.create_task(client.generate([1], LONG))
-        await asyncio.sleep(0)
-        assert not waits.done()
-        await client.aclose()
-        await waits
-
-    for ask in (ask_after_loss, ask_during_pause):
-        with pytest.raises(EngineError, match=r"^engine 7: /generate: the engine was lost$"):
-            asyncio.run(ask())
+    with pytest.raises(EngineError, match=r"^engine 7: /generate: the engine was lost$"):
+        asyncio.run(ask_after_loss())
 
 
 class BrokenEngine(JsonServer):
@@ -266,14 +218,6 @@ def test_an_engine_without_memory_may_start_again(status: int, message: str, res
             assert isinstance(raised.value, EngineError) == restarts
 
 
-def test_token_versions() -> None:
-    spans = [{"version": "default", "start": 0, "end": 2}, {"version": "7", "start": 2, "end": 3}]
-    assert token_versions({"weight_version": "7", "weight_versions": spans}, 3) == (0, 0, 7)
-    assert token_versions({"weight_version": "4"}, 2) == (4, 4)
-    with pytest.raises(ValueError, match="3 tokens for 5"):
-        token_versions({"weight_version": "7", "weight_versions": spans}, 5)
-
-
 def test_memory_is_released_as_soon_as_the_last_request_is_done(ask: Ask) -> None:
     """A request in flight is waited for; SGLang's scheduler asserts that there is none, and would end."""
 
@@ -294,20 +238,6 @@ def test_memory_is_released_as_soon_as_the_last_request_is_done(ask: Ask) -> Non
         return await generating
 
     assert [len(response.tokens) for response in ask(release_while_busy)] == [128] * 8
-
-
-def test_an_engine_that_is_well_says_so(ask: Ask) -> None:
-    """Also while it is paused for a moment: it is asked again then."""
-
-    async def pause_meanwhile(client: EngineClient) -> None:
-        await client.pause_generation("in_place")
-        health = asyncio.create_task(client.check_health())
-        await client._call("GET", "/server_info")  # after the question
-        await client.continue_generation()
-        await health
-
-    ask(lambda client: client.check_health())
-    ask(pause_meanwhile)
 
 
 def test_a_cache_that_is_kept_is_not_read_by_new_weights(
@@ -342,3 +272,17 @@ def test_a_cache_that_is_kept_is_not_read_by_new_weights(
     assert greatest_difference(outputs[2:], lambda tokens: expected_logprobs(other_folder, tokens)) < TOLERANCE
     assert greatest_difference(during[:1], lambda tokens: expected_logprobs(other_folder, tokens)) < TOLERANCE
     assert {version for output in during[:1] for version in output.weight_versions} == {41}
+
+
+def test_an_engine_that_is_well_says_so(ask: Ask) -> None:
+    """Also while it is paused for a moment: it is asked again then."""
+
+    async def pause_meanwhile(client: EngineClient) -> None:
+        await client.pause_generation("in_place")
+        health = asyncio.create_task(client.check_health())
+        await client._call("GET", "/server_info")  # after the question
+        await client.continue_generation()
+        await health
+
+    ask(lambda client: client.check_health())
+    ask(pause_meanwhile)

@@ -1,8 +1,6 @@
 """Conversations as data and agents bring them: with keys that say nothing, and several that go on by turns."""
 
 import asyncio
-import json
-from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -17,13 +15,11 @@ from grpo_mp.algorithms.settings import AdvantageConfig
 from grpo_mp.batching.exchange import sample_infos
 from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.data.prompts import load_prompts
-from grpo_mp.monitor.samples import samples_to_markdown, write_samples
 from grpo_mp.rollout.client import SamplingParams
-from grpo_mp.rollout.protocol import Episode, EpisodeLimitError, Policy, Task
+from grpo_mp.rollout.protocol import Episode, Policy, Task
 from grpo_mp.utils.types import Prompt, SampleGroup
 from tests.episodes.test_chat import make_renderer
 from tests.rollout.engineless import TextClient, make_runner
-from tools.tiny.products import tokenizer as calculator_tokenizer
 
 HERE = str(Path(__file__))
 
@@ -90,52 +86,17 @@ async def cancels_itself(task: Task, policy: Policy) -> Episode:
     return policy.episode()
 
 
-async def cancelling_agent(task: Task, base_url: str, api_key: str) -> None:
-    work = asyncio.create_task(asyncio.sleep(60))
-    work.cancel()
-    await work
-
-
-async def agent_that_cancels_itself(task: Task, base_url: str, api_key: str) -> None:
-    await cancels_itself(task, NoPolicy())  # type: ignore[arg-type]
-
-
-class NoPolicy:
-    async def generate(self, messages: Any) -> None:
-        """Say nothing."""
-
-
 @pytest.mark.parametrize(
     ("function", "turns", "error"),
     [
         ("cancels", 1, "it raised SelfCancelledError: it raised CancelledError, and nobody had cancelled it"),
         ("cancels_itself", 0, "its function cancelled its own task"),
-        ("cancelling_agent", 0, "it raised SelfCancelledError: it raised CancelledError, and nobody had cancelled it"),
-        ("agent_that_cancels_itself", 0, "it raised SelfCancelledError: the agent cancelled its own task"),
     ],
 )
 def test_a_cancellation_that_nobody_asked_for_ends_its_episode_only(function: str, turns: int, error: str) -> None:
-    agent = {"function_args": {"agent": f"{HERE}:{function}"}} if "agent" in function else {}
-    sample = roll_out(text_client("one"), function, **agent)
+    sample = roll_out(text_client("one"), function)
     assert (sample.state, sample.metrics["turns"]) == ("error", turns)
     assert sample.error.endswith(error)
-
-
-async def half_characters(task: Task, policy: Policy) -> Episode:
-    """Writes what no UTF-8 has into the conversation, as a tool of its own may have read it."""
-    first = await policy.generate(task.messages)
-    await policy.generate([*task.messages, first.message, ask("\udcff")])
-    return policy.episode(reward=1.0)
-
-
-def test_half_a_character_in_a_conversation_can_be_written(tmp_path: Path) -> None:
-    sample = roll_out(text_client("one"), "half_characters")
-    assert sample.error == ""
-    group = SampleGroup(Prompt(4, "?", (1,)), (replace(sample, extra={"\udcff": "\udcff"}),))
-    write_samples(tmp_path, 1, [group])
-    (line,) = (tmp_path / "samples" / "step_000001.jsonl").read_text(encoding="utf-8").splitlines()
-    assert json.loads(line)["messages"][1] == ask("?")
-    assert samples_to_markdown([group]).encode()
 
 
 async def by_turns(task: Task, policy: Policy) -> Episode:
@@ -221,61 +182,6 @@ def test_ids_go_on_by_turns_from_the_longest_that_they_begin_with() -> None:
     ids = [tuple(client.tokenizer.encode(text, add_special_tokens=False)) for text in client.texts]
     assert own_turns(sample) == [[ids[1], ids[3]], [ids[0], ids[2], ids[4]]]
     assert [part.prompt_tokens for part in sample.sequences] == [(5, 6, 7), (5, 6)]
-
-
-async def one_begins_as_the_other(task: Task, policy: Policy) -> Episode:
-    """Goes on from the first of two, which begins as the second does."""
-    longer = await policy.generate(tokens=(5,))
-    await policy.generate(tokens=(5,))
-    await policy.generate(tokens=(5, *longer.tokens, 8))
-    return policy.episode(reward=1.0)
-
-
-def test_of_sequences_that_begin_alike_the_longest_goes_on() -> None:
-    words = calculator_tokenizer()
-    sample = roll_out(TextClient(words, ["67", "6", "9"]), "one_begins_as_the_other")
-    six, seven, nine = words.encode("679", add_special_tokens=False)
-    assert (sample.error, sample.metrics["forks"]) == ("", 1)
-    assert own_turns(sample) == [[(six,)], [(six, seven), (nine,)]]
-
-
-async def agent_of_helpers(task: Task, base_url: str, api_key: str) -> list[float]:
-    """Asks a helper between its own two turns, and the helper again."""
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-        chats: dict[str, list[Any]] = {name: [ask(f"I am {name}")] for name in "AB"}
-        for name in "ABAB":
-            answer = await client.chat.completions.create(model="m", messages=chats[name])
-            chats[name] += [answer.choices[0].message, ask(f"more {name}")]
-    return [1.0, 2.0, 3.0, 4.0]
-
-
-def test_an_agent_and_its_helper_are_two_sequences() -> None:
-    client = text_client(*TEXTS)
-    sample = roll_out(client, "agent_of_helpers", function_args={"agent": f"{HERE}:agent_of_helpers"})
-    assert (sample.error, sample.metrics) == ("", {"turns": 4, "forks": 1})
-    ids = [tuple(client.tokenizer.encode(text, add_special_tokens=False)) for text in client.texts]
-    assert own_turns(sample) == [[ids[0], ids[2]], [ids[1], ids[3]]]
-    assert [[reward for _, reward in part.step_rewards] for part in sample.sequences] == [[1.0, 3.0], [2.0, 4.0]]
-
-
-async def fails_between(task: Task, policy: Policy) -> Episode:
-    """A turn that no token is left for leaves the sequences as they were."""
-    first, other = [ask("I am A")], [ask("I am B")]
-    for chat in (first, other):
-        chat.append((await policy.generate(chat)).message)
-    with pytest.raises(ValueError, match="either messages or tokens"):
-        await policy.generate()
-    with pytest.raises(EpisodeLimitError):
-        await policy.generate([*first, ask("x" * 9000)])
-    await policy.generate([*first, ask("more")])
-    return policy.episode(reward=1.0)
-
-
-def test_a_turn_that_fails_leaves_the_sequences() -> None:
-    client = text_client(*TEXTS)
-    sample = roll_out(client, "fails_between")
-    ids = [tuple(client.tokenizer.encode(text, add_special_tokens=False)) for text in client.texts]
-    assert (sample.error, sample.metrics["forks"], own_turns(sample)) == ("", 1, [[ids[1]], [ids[0], ids[2]]])
 
 
 LOOK: dict[str, Any] = {"name": "look", "parameters": {"type": "object", "properties": {}}}

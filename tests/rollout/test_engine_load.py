@@ -16,7 +16,7 @@ import pytest
 from grpo_mp.monitor.timeline import Timeline, close_open_spans, read_trace, trace_path
 from grpo_mp.rollout import engine_load
 from grpo_mp.rollout.client import EngineClient, SamplingParams
-from grpo_mp.rollout.engine_load import EngineLoad, EnginePoll, append_load, load_file, read_loads, read_sglang_loads
+from grpo_mp.rollout.engine_load import EngineLoad, EnginePoll, append_load, load_file, read_loads
 from grpo_mp.rollout.server import EngineProcess
 
 LIMIT_S = 120.0
@@ -131,27 +131,6 @@ def test_an_engine_that_hangs_or_is_lost_delays_nothing(tmp_path: Path, monkeypa
     server.shutdown()
     works = next(load for load in read_loads(tmp_path)[3] if load.works)
     assert (works.running, works.queued, works.cache_share, works.decoded) == (6, 2, 0.4, 100.0)
-
-
-def test_a_defect_of_the_poll_is_a_line_of_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    load_file(tmp_path, 3).mkdir(parents=True)
-    with EnginePoll(Hosted(None, is_lost=True), tmp_path, lambda *_: None, 0.01):  # type: ignore[arg-type]
-        wait_until(lambda: caplog.records)
-    assert "engine 3 is no longer polled" in caplog.text
-
-
-def test_the_speed_is_that_since_the_last_question() -> None:
-    def reply(decoded: float | None) -> dict[str, object]:
-        return {"loads": [Odd.load | {"decode_moments": None if decoded is None else [0, 0, 0, 0, 0, decoded]}]}
-
-    before = EngineLoad(10.0, "works", decoded=100.0)
-    assert read_sglang_loads(reply(400.0), 12.0, before).tokens_per_s == 150.0
-    assert read_sglang_loads(reply(40.0), 12.0, before).tokens_per_s is None  # it was started again
-    assert read_sglang_loads(reply(400.0), 12.0, None).tokens_per_s is None
-    assert read_sglang_loads(reply(None), 12.0, before).tokens_per_s == 0.0
-    for odd in ({}, {"loads": 3}, {"loads": [{}]}, []):
-        with pytest.raises((KeyError, TypeError, ValueError)):
-            read_sglang_loads(odd, 12.0, before)
 
 
 def test_a_file_is_bounded_and_damaged_lines_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

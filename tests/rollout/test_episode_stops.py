@@ -5,8 +5,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.client import SamplingParams
 from grpo_mp.rollout.groups import PausedGroup, RunningGroup
@@ -14,11 +12,10 @@ from grpo_mp.rollout.journal import GroupJournal, journal_file, load, read_recor
 from grpo_mp.rollout.protocol import Episode, Policy, Task
 from grpo_mp.rollout.worker import RolloutTask, RolloutWorker, pause_running
 from grpo_mp.utils.types import Sample, SampleGroup
-from tests.rollout.engineless import TextClient, make_prompt, make_runner, roll_out, roll_out_virtually
+from tests.rollout.engineless import TextClient, make_prompt, make_runner, roll_out_virtually
 from tools.tiny.products import tokenizer as calculator_tokenizer
 
 HERE = str(Path(__file__))
-TOOLS = "tests.rollout.light_tools"
 WORDS = calculator_tokenizer()
 
 
@@ -34,25 +31,6 @@ def test_the_clock_of_an_episode_stands_still_while_its_turns_are_generated() ->
     assert (sample.state, sample.error, sample.metrics["turns"]) == ("completed", "", 1)
     (slow,) = roll_out_virtually(make_runner(engine(0.1), f"{HERE}:idle", limits={"episode_s": 0.2}), 1)
     assert (slow.state, slow.metrics["turns"]) == ("timeout", 1)
-
-
-@pytest.mark.parametrize(
-    ("tool", "limit_s", "metric", "error"),
-    [
-        ("kill", 60.0, "tool_raised", "kill ended its process, which ended by SIGKILL"),
-        ("block", 1.0, "tool_timeout", "block took longer than 1 s"),
-    ],
-)
-def test_an_episode_outlives_tools_that_die_or_block_the_loop(
-    monkeypatch: pytest.MonkeyPatch, tool: str, limit_s: float, metric: str, error: str
-) -> None:
-    monkeypatch.setattr("grpo_mp.rollout.tool_processes.ENDED_LIMIT_S", 60.0)
-    client = TextClient(WORDS, [f"[{tool}]({{}})<|im_end|>", "6<|im_end|>"])
-    tools = {"tools": [f"{TOOLS}:kill", f"{TOOLS}:block"], "tool_parser": "pythonic"}
-    sample = roll_out(make_runner(client, "call_tools", limits={"tool_s": limit_s}, **tools))
-    assert (sample.state, sample.error, sample.text) == ("completed", "", "6")
-    assert (sample.metrics["turns"], sample.metrics[metric]) == (2, 1)
-    assert [message["content"] for message in sample.messages if message["role"] == "tool"] == [f"Error: {error}"]
 
 
 def test_a_group_whose_episodes_have_all_been_recorded_waits_for_none() -> None:

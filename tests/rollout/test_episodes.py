@@ -2,8 +2,7 @@
 
 import asyncio
 import sys
-import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from grpo_mp.algorithms.advantages import estimate_process
 from grpo_mp.algorithms.settings import AdvantageConfig
 from grpo_mp.batching.exchange import sample_infos
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rewards.settings import RewardConfig
-from grpo_mp.rollout.client import EngineClient, SamplingParams
 from grpo_mp.rollout.episodes import with_failures
 from grpo_mp.rollout.protocol import Episode, Policy, Task
 from grpo_mp.utils.types import EpisodeState, Prompt, Sample, SampleGroup
@@ -29,7 +26,6 @@ from tools.tiny.products import tokenizer as calculator_tokenizer
 
 HERE = str(Path(__file__))
 BOUND = 1e-4
-Ask = Callable[[Callable[[EngineClient], Awaitable[Any]]], Any]
 
 
 async def three_turns(task: Task, policy: Policy) -> Episode:
@@ -38,18 +34,6 @@ async def three_turns(task: Task, policy: Policy) -> Episode:
         turn = await policy.generate(messages, max_tokens=6 + number)
         messages += [turn.message, {"role": "user", "content": f"more {number}"}]
     return policy.episode(reward=0.5, metrics={"said": 3}, state="completed").with_step_rewards([1, 2, 3])
-
-
-async def one_answer(task: Task, policy: Policy) -> Episode:
-    await policy.generate(tokens=task.prompt.tokens)
-    return policy.episode()
-
-
-async def forgetful(task: Task, policy: Policy) -> Episode:
-    await policy.generate(task.messages, max_tokens=4)
-    other, forged = {"role": "user", "content": "another"}, {"role": "user", "content": task.prompt.columns["forged"]}
-    await policy.generate([other, {"role": "assistant", "content": "seven"}, forged], max_tokens=4)
-    return policy.episode()
 
 
 async def raising(task: Task, policy: Policy) -> Episode:
@@ -101,27 +85,6 @@ def test_the_example_of_the_page(roll_out: Callable[..., Any], tmp_path: Path, m
     assert [sample.episode_reward for sample in group.samples] == [1.0, 1.0]
 
 
-def test_one_answer_is_what_the_engine_gives(roll_out: Callable[..., Any], ask: Ask) -> None:
-    greedy = SamplingParams(12, temperature=0.0)
-    prompt, group = roll_out(f"{HERE}:one_answer", sampling=greedy)
-    (output,) = ask(lambda client: client.generate(prompt.tokens, greedy))
-    for sample in group.samples:
-        assert (sample.prompt_tokens, sample.tokens) == (prompt.tokens, output.tokens)
-        assert sample.rollout_logprobs == pytest.approx(output.logprobs, abs=1e-5)  # the prompt is cached, or not
-        assert sample.truncated == output.truncated
-        assert all(sample.generated)
-
-
-def test_a_conversation_that_does_not_go_on_is_a_fork(roll_out: Callable[..., Any], model_folder: Path) -> None:
-    """What it is given has no special tokens: it must not begin or end a message."""
-    tokenizer = AutoTokenizer.from_pretrained(str(model_folder))
-    prompt, group = roll_out(f"{HERE}:forgetful", columns={"forged": f"how{tokenizer.eos_token}"})
-    _, plain = roll_out(f"{HERE}:forgetful", columns={"forged": "how"})
-    assert group.samples[0].prompt_tokens == plain.samples[0].prompt_tokens
-    assert [sample.metrics["forks"] for sample in group.samples] == [1, 1]
-    assert all(sample.prompt_tokens != prompt.tokens and len(sample.tokens) <= 4 for sample in group.samples)
-
-
 async def self_play(task: Task, policy: Policy) -> Episode:
     other, messages = policy.unrecorded(), [*task.messages]
     for _ in range(2):
@@ -155,36 +118,6 @@ def test_an_episode_that_fails_is_a_sample_with_a_state() -> None:
     assert len(generated(slow)) == len(slow.tokens)
     assert long.truncated
     assert long.metrics["turns"] == 2
-
-
-async def ends_at_once(task: Task, policy: Policy) -> Episode:
-    return policy.episode(reward=1.0)
-
-
-def test_an_episode_that_ends_at_once_counts_and_trains_nothing(roll_out: Callable[..., Any]) -> None:
-    prompt, group = roll_out(f"{HERE}:ends_at_once")
-    for sample in group.samples:
-        assert (sample.state, sample.generated, sample.episode_reward) == ("completed", (False,), 1.0)
-        assert (sample.prompt_tokens, sample.metrics["turns"]) == (prompt.tokens, 0)
-
-
-async def wordless(task: Task, policy: Policy) -> Episode:
-    """Sends content that is no text, as clients do of messages that only call tools; index 1 sends empty texts."""
-    empty = None if task.index == 0 else ""
-    first = await policy.generate([{"role": "system", "content": empty}, *task.messages], max_tokens=4)
-    given = [{"role": "system", "content": empty}, *task.messages, first.message, {"role": "user", "content": empty}]
-    await policy.generate(given, max_tokens=4)
-    answered = {"role": "assistant", "content": empty}
-    await policy.generate([*task.messages, answered, {"role": "user", "content": empty}], max_tokens=4)
-    return policy.episode(metrics={"prompt": len(policy.episode().segments[0].tokens)})
-
-
-def test_content_that_is_null_is_no_text(roll_out: Callable[..., Any]) -> None:
-    _, group = roll_out(f"{HERE}:wordless")
-    null, empty = group.samples
-    assert (null.error, null.metrics) == ("", empty.metrics)
-    assert null.metrics["forks"] == 1
-    assert null.prompt_tokens == empty.prompt_tokens
 
 
 @pytest.mark.parametrize(("failed", "rewards"), [(-1.0, [-1.0, -1.0, 0.5]), ("mask", [0.5] * 3), ("score", [0.5] * 3)])
@@ -292,43 +225,6 @@ def test_each_turn_has_an_advantage_of_its_own(roll_out: Callable[..., Any]) -> 
         turn_of = np.searchsorted(starts, generated(sample), side="right") - 1
         assert len(starts) == len(of_turns)
         np.testing.assert_allclose(values.numpy()[generated(sample)], to_go[turn_of], rtol=1e-12)
-
-
-class Stuck:
-    """An environment that never begins."""
-
-    def reset(self, **columns: Any) -> None:
-        time.sleep(3600)
-
-    def look(self) -> str:
-        """Look around."""
-        return "nothing"
-
-
-class Unborn:
-    """An environment that is made as the run starts, and never in a worker process."""
-
-    def __init__(self) -> None:
-        if "tool_worker" in str(getattr(sys.modules["__main__"], "__spec__", "")):
-            time.sleep(3600)
-
-    def look(self) -> str:
-        """Look around."""
-        return "nothing"
-
-
-@pytest.mark.parametrize(
-    ("environment", "call", "limit_s"), [("Stuck", "Stuck.reset", 5), ("Unborn", "Unborn", 2)]
-)  # a Stuck is made within the limit
-def test_an_environment_that_never_begins_is_an_error(
-    roll_out: Callable[..., Any], environment: str, call: str, limit_s: float
-) -> None:
-    config = {"tools": [f"{HERE}:{environment}"], "tool_parser": "qwen25", "limits": {"tool_s": limit_s}}
-    _, group = roll_out(f"{HERE}:one_answer", count=1, **config)
-    (sample,) = group.samples
-    assert (sample.state, sample.generated) == ("error", (False,))
-    assert "prompt 4, sample 0, turn 0: " in sample.error
-    assert f"{call} took longer than {limit_s:g} s" in sample.error
 
 
 def test_a_group_of_episodes_past_its_limit_ends(roll_out: Callable[..., Any]) -> None:

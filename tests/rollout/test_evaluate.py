@@ -43,21 +43,22 @@ class LongEngine(FakeEngine):
         return [replace(one, tokens=(6,) * 12, logprobs=(-1.0,) * 12, weight_versions=(0,) * 12) for one in outputs]
 
 
-def stream_of(prompts: Sequence[Prompt]) -> GroupStream:
-    count = len(prompts)
-    return GroupStream(dist.HashStore(), "eval", AdmissionRule(count, count, count))
+def evaluate(tiny_run: TinyRun, overrides: Sequence[str], engine: FakeEngine, count: int) -> Any:
+    """The groups of prompts whose right answer the engine gives."""
+    settings = load_settings(tiny_run.config, overrides)
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(tiny_run.model))
+    tokenizer.batch_decode = lambda tokens, **_: ["\\boxed{7}" for _ in tokens]
+    scorer = Scorer(settings.reward, settings.rollout.max_response_tokens)
+    with Rollout(settings, RolloutParts(HfConfig.read(tiny_run.model), tokenizer, scorer), 0, 1) as rollout:
+        host: Any = SimpleNamespace(client=engine, lose=print, stop=lambda: None)
+        rollout.engine = host
+        prompts = [Prompt(number, "?", (number,), answer="7") for number in range(count)]
+        stream = GroupStream(dist.HashStore(), "eval", AdmissionRule(count, count, count))
+        return rollout.evaluate(prompts, scorer, "arithmetic", 0, stream)
 
 
 def test_a_group_past_its_limit_counts_as_wrong_answers(tiny_run: TinyRun) -> None:
-    settings = load_settings(tiny_run.config, ["data.eval.arithmetic.samples=3"])
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(tiny_run.model))
-    tokenizer.batch_decode = lambda tokens, **_: ["\\boxed{7}" for _ in tokens]
-    scorer = Scorer(settings.reward, 16)
-    with Rollout(settings, RolloutParts(HfConfig.read(tiny_run.model), tokenizer, scorer), 0, 1) as rollout:
-        engine: Any = SimpleNamespace(client=RightEngine(), lose=print, stop=lambda: None)
-        rollout.engine = engine
-        prompts = [Prompt(number, "?", (number,), answer="7") for number in range(4)]
-        groups = rollout.evaluate(prompts, scorer, "arithmetic", 0, stream_of(prompts))
+    groups = evaluate(tiny_run, ["data.eval.arithmetic.samples=3"], RightEngine(), 4)
     assert groups
     assert [group.prompt.index for group in groups] == [0, 1, 2, 3]
     score = score_eval_set([info for group in groups for info in sample_infos(group)])
@@ -71,24 +72,18 @@ def test_terms_of_the_length_know_the_limit_of_their_set(tiny_run: TinyRun) -> N
     reward = ["reward.answer=1", "reward.overlong={weight: 1.0, buffer_tokens: 8}", "reward.length=1"]
     overrides = [*reward, "reward.cosine=1", "data.eval.arithmetic.samples=1", "rollout.max_response_tokens=16"]
 
-    def terms(limit: int) -> dict[str, float]:
-        settings = load_settings(tiny_run.config, [*overrides, f"data.eval.arithmetic.max_response_tokens={limit}"])
-        tokenizer: Any = AutoTokenizer.from_pretrained(str(tiny_run.model))
-        tokenizer.batch_decode = lambda tokens, **_: ["\\boxed{7}" for _ in tokens]
-        scorer = Scorer(settings.reward, settings.rollout.max_response_tokens)
-        with Rollout(settings, RolloutParts(HfConfig.read(tiny_run.model), tokenizer, scorer), 0, 1) as rollout:
-            engine: Any = SimpleNamespace(client=LongEngine(), lose=print, stop=lambda: None)
-            rollout.engine = engine
-            prompts = [Prompt(0, "?", (5,), answer="7")]
-            groups = rollout.evaluate(prompts, scorer, "arithmetic", 0, stream_of(prompts))
+    def terms_of(limit: int) -> dict[str, float]:
+        limits = [*overrides, f"data.eval.arithmetic.max_response_tokens={limit}"]
+        groups = evaluate(tiny_run, limits, LongEngine(), 1)
         assert groups
-        return groups[0].samples[0].reward_terms
+        terms: dict[str, float] = groups[0].samples[0].reward_terms
+        return terms
 
     def cosine(limit: int) -> float:
         return 1.0 + (2.0 - 1.0) * (1 + math.cos(math.pi * 12 / limit)) / 2
 
     for limit, penalty in ((16, (16 - 8 - 12) / 8), (64, 0.0)):
-        found = terms(limit)
+        found = terms_of(limit)
         assert found["answer"] == 1.0
         assert found["overlong"] == penalty
         assert found["length"] == 12 / limit

@@ -1,8 +1,8 @@
-"""Engines of families that need something of their own: SGLang must compute what transformers does."""
+"""Engines of families that need something of their own, or over two nodes: SGLang computes what transformers does."""
 
 import asyncio
 from collections.abc import Callable
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +51,19 @@ async def score_and_generate(process: EngineProcess) -> tuple[list[list[float]],
     async with aclosing(EngineClient(process.spec.index, process.url, process.headers, REQUEST_TIMEOUT_S)) as client:
         generated = client.generate(TOKENS, SamplingParams(GENERATED_TOKENS, ignore_eos=True), 3)
         return await client.score([TOKENS]), await generated
+
+
+def test_an_engine_over_two_nodes(
+    make_spec: Callable[..., EngineSpec], model_folder: Path, expected_logprobs: Logprobs, tmp_path: Path
+) -> None:
+    nodes = [make_spec(gpus=2, nodes=2, node_rank=node) for node in (0, 1)]
+    first, second = (EngineProcess(spec, tmp_path / f"node_{spec.node_rank}.log") for spec in nodes)
+    with ExitStack() as stack:
+        stack.callback(first.stop)
+        stack.callback(second.stop)
+        dist_init_addr = first.start(host="127.0.0.1")
+        assert second.start(dist_init_addr=dist_init_addr) == dist_init_addr
+        first.wait_ready(START_TIMEOUT_S)
+        (computed,), _ = asyncio.run(score_and_generate(first))
+    expected = expected_logprobs(model_folder, TOKENS)[:-1].gather(1, torch.tensor(TOKENS[1:])[:, None])[:, 0]
+    assert computed == pytest.approx(expected.tolist(), abs=1e-4)

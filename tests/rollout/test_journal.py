@@ -86,11 +86,6 @@ def test_experts_keep_their_type(tmp_path: Path) -> None:
         assert part.routed_experts.dtype == EXPERTS.dtype
 
 
-def test_groups_without_tokens_are_left_out(tmp_path: Path) -> None:
-    file = written(tmp_path, PausedGroup(PROMPT, ()), PausedGroup(PROMPT, (output(),)), SampleGroup(PROMPT, (), False))
-    assert not file.exists()
-
-
 def test_a_file_that_is_cut_anywhere_keeps_what_is_whole_and_goes_on(tmp_path: Path) -> None:
     content = written(tmp_path, FINISHED, PAUSED).read_bytes()
     first = read_records(journal_file(tmp_path, 3, 1))[0]

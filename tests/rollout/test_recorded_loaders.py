@@ -1,13 +1,8 @@
 """What a plan brings to each rank of an engine is what SGLang's own loaders keep there, for every family."""
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import chain
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,13 +11,12 @@ import torch
 from grpo_mp.models.families import FAMILIES, family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.model_configs import published_config
-from grpo_mp.rollout.engine_args import ENGINE_SITE
 from grpo_mp.rollout.engine_layout import engine_parallelism, engine_uses_fp8, expert_alignment
 from grpo_mp.weight_sync.plan import Piece, Readers, engine_readers, group_params, plan_sync
 from grpo_mp.weight_sync.wire import WireFormat
 from tests.planner.jobs import settings_of
 from tests.rollout.record_loaders import Copied
-from tests.rollout.test_start_on_meta import cuda_arguments
+from tests.rollout.test_start_on_meta import cuda_arguments, run_module
 
 pytestmark = pytest.mark.slow
 LAYERS = 4  # of published models: three dense ones and a mixture of the largest
@@ -33,11 +27,10 @@ CASES: list[tuple[str, int, dict[str, Any], tuple[int, ...]]] = [
     ("deepseek-r1", 16, {"ep_size": 16, "attn_dp_size": 2, **FP8}, (0, 9)),
     ("deepseek-r1", 64, {"ep_size": 64, "attn_dp_size": 8, "moe_a2a_backend": "deepep", "moe_dense_tp_size": 1}, (63,)),
     ("deepseek-r1", 16, {}, (5,)),
-    ("deepseek-r1", 16, {"ep_size": 4, "attn_dp_size": 4, **FP8}, (13,)),
-    ("kimi-k2", 32, {"ep_size": 8}, (7, 31)),
+    ("kimi-k2", 32, {"ep_size": 8}, (31,)),
     ("deepseek-v2-lite", 2, {"ep_size": 2}, (1,)),
-    ("glm-4.5", 8, {"ep_size": 4}, (0, 5)),
-    ("qwen3-30b-a3b", 8, {"ep_size": 8, **FP8}, (0, 6)),
+    ("glm-4.5", 8, {"ep_size": 4}, (5,)),
+    ("qwen3-30b-a3b", 8, {"ep_size": 8, **FP8}, (6,)),
     ("qwen3-30b-a3b", 8, {}, (5,)),  # 96 rows each
     ("qwen3-235b-a22b", 16, {"ep_size": 8, "attn_dp_size": 4}, (11,)),
     ("mixtral-8x22b", 8, {"ep_size": 4}, (3,)),
@@ -88,16 +81,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Copied]:
             specs = wire_format(hf, args).all_specs(chain(*pieces(case, rank)))
             tensors = {s.name: [str(s.dtype).removeprefix("torch."), s.full_shape, s.stride] for s in specs}
             cases[f"{IDS[case]} {rank}"] = {"arguments": arguments, "rank": rank, "tensors": tensors}
-    process = subprocess.run(
-        [sys.executable, "-P", "-W", "ignore", "-m", "tests.rollout.record_loaders"],
-        input=json.dumps(cases),
-        env={**os.environ, "PYTHONPATH": f"{ENGINE_SITE}:{Path(__file__).parents[2]}"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert process.returncode == 0, process.stderr[-3000:]
-    facts: dict[str, Copied] = json.loads(process.stdout.splitlines()[-1])
+    facts: dict[str, Copied] = run_module("record_loaders", cases)
     return facts
 
 

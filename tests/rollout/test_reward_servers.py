@@ -15,14 +15,11 @@ from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.job import make_job
 from grpo_mp.planner.memory import SubPhase, plan_memory
 from grpo_mp.planner.model_configs import published_config
-from grpo_mp.rewards.reward_model import Server
 from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rollout.reward_servers import (
     RewardServers,
     check_served_models,
-    served_architectures,
     served_models,
-    share_of,
 )
 from grpo_mp.utils.errors import EngineError, UserError
 from grpo_mp.utils.types import Prompt, SampleGroup
@@ -42,65 +39,9 @@ def folder(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def refused(tiny_run: TinyRun, folder: Path) -> Callable[..., str]:
-    """The sentence about the model where its config is changed."""
-
-    def check(ranks: int = 2, **model: Any) -> str:
-        chosen = settings({"model": {"folder": str(folder), **model}})
-        with pytest.raises(UserError) as raised:
-            check_served_models(chosen, AutoTokenizer.from_pretrained(tiny_run.model), ranks, ranks)
-        return str(raised.value)
-
-    return check
-
-
 def test_a_reward_model_with_the_policys_tokenizer_is_accepted(tiny_run: TinyRun, folder: Path) -> None:
     chosen = settings({"model": {"folder": str(folder), "gpus_per_server": 2}})
     check_served_models(chosen, AutoTokenizer.from_pretrained(tiny_run.model), 4, 2)
-
-
-def test_folders_that_are_none(refused: Callable[..., str], tiny_run: TinyRun, tmp_path: Path) -> None:
-    none = tmp_path / "none"
-    assert refused(folder=str(none)).startswith(f"reward.model.folder={none}: no Hugging Face folder with a config")
-    assert "names no model with a reward head" in refused(folder=str(tiny_run.model))
-    make_reward_model(tmp_path / "two", tiny_run.model, labels=2)
-    assert "it has 2 labels, and a reward is one number" in refused(folder=str(tmp_path / "two"))
-
-
-def test_servers_that_do_not_fit(refused: Callable[..., str]) -> None:
-    assert "gpus_per_server=2 does not divide the 3 ranks of a node" in refused(ranks=3, gpus_per_server=2)
-    assert "reward.model.args.tp_size cannot be set" in refused(args={"tp_size": 2})
-
-
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ({"architectures": ["NoSuchForSequenceClassification"]}, "the installed SGLang does not serve NoSuchFor"),
-        ({"max_position_embeddings": 64}, "it has 64 positions, and a prompt with its response up to 96"),
-    ],
-)
-def test_models_that_cannot_be_served(
-    change: dict[str, Any], sentence: str, refused: Callable[..., str], folder: Path, tmp_path: Path
-) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | change))
-    assert sentence in refused(folder=str(tmp_path))
-
-
-def test_a_folder_without_safetensors(refused: Callable[..., str], folder: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(folder, tmp_path / "copy")
-    (copy / "model.safetensors").unlink()
-    assert f"reward.model.folder={copy}: it has no weights in Hugging Face's format" in refused(folder=str(copy))
-
-
-def test_another_tokenizer(refused: Callable[..., str], folder: Path, tmp_path: Path) -> None:
-    make_reward_model(tmp_path, folder)
-    file = tmp_path / "tokenizer.json"
-    tokenizer = json.loads(file.read_text())
-    tokenizer["model"]["vocab"]["another"] = max(tokenizer["model"]["vocab"].values()) + 1
-    file.write_text(json.dumps(tokenizer))
-    assert "its tokenizer is another than the policy's" in refused(folder=str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -135,7 +76,6 @@ URL: dict[str, Any] = {"teacher": {"url": "http://x"}}
     ("sections", "sentence"),
     [
         ({"algorithm": {"distillation": {}}}, "algorithm.distillation.teacher is missing"),
-        (teaching(distillation={"teacher": {}}), "set url, where the teacher is served, or folder"),
         (
             teaching() | {"schedule": "async", "engine": {"ranks": 1}, "sync": {"pause": "in_place"}},
             "teacher.folder=teacher is served in SCORE on the devices of all ranks, which schedule=async has no phase",
@@ -145,7 +85,6 @@ URL: dict[str, Any] = {"teacher": {"url": "http://x"}}
             "rollout.temperature=0.7 samples from others: set rollout.temperature=1",
         ),
         (teaching(ratio="sequence"), "distillation differs by token, ratio=sequence does not: set ratio=token"),
-        (teaching(kl={"coef": 0.1, "apply_to": "reward"}), "so none can bear the KL: set kl.apply_to=loss"),
         (teaching(filter={"zero_std": "drop"}), "filter.zero_std=drop keeps those whose rewards differ"),
         (teaching(distillation=URL | {"kl_type": "forward"}), "kl_type=forward needs more of the teacher than one"),
         (teaching(distillation=URL | {"topk": 10**6}), "logprobs of one response, above the limit of 16,777,216"),
@@ -154,11 +93,6 @@ URL: dict[str, Any] = {"teacher": {"url": "http://x"}}
 def test_settings_that_contradict_a_teacher(sections: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         settings({"answer": 1.0}, **sections)
-
-
-def test_a_loss_over_the_top_k_allows_ratios_of_sequences() -> None:
-    changes = teaching(distillation=URL | {"topk": 8, "kl_type": "mixed"}, ratio="sequence")
-    assert settings({"answer": 1.0}, **changes).algorithm.ratio == "sequence"
 
 
 def test_what_a_teacher_allows() -> None:
@@ -206,33 +140,6 @@ def test_folders_that_are_no_teacher(
     assert "it has no weights in Hugging Face's format" in refused_teacher(copy)
 
 
-def test_a_plan_counts_the_teacher_in_score_and_its_copy_on_the_host(tiny_run: TinyRun) -> None:
-    chosen = settings({"answer": 1.0}, **teaching(str(tiny_run.model)))
-    plain = chosen.model_copy(update={"algorithm": chosen.algorithm.model_copy(update={"distillation": None})})
-    cluster, hf = read_cluster("h100-80"), published_config("qwen2.5-7b")
-    size = sum(file.stat().st_size for file in tiny_run.model.glob("*.safetensors"))
-    memory, without = (plan_memory(make_job(one, hf, cluster, 1)) for one in (chosen, plain))
-    for sub_phase, sizes in memory.device[0].items():
-        assert sizes.get("teacher", 0) == size * (sub_phase is SubPhase.SCORE)
-        assert sizes.get("teacher's cache", 0) == (0.8 * cluster.gpu_bytes - size) * (sub_phase is SubPhase.SCORE)
-        assert memory.host[sub_phase]["teacher"] == 8 * size
-        assert sizes["contexts"] > without.device[0][sub_phase]["contexts"]
-        assert memory.host[sub_phase]["processes"] > without.host[sub_phase]["processes"]
-    assert "teacher" not in without.device[0][SubPhase.SCORE]
-
-
-def test_sglang_serves_the_families_that_the_page_names() -> None:
-    names = {"LlamaForSequenceClassification", "Qwen2ForRewardModel", "Qwen3ForSequenceClassification"}
-    assert names <= served_architectures()
-
-
-@pytest.mark.parametrize(("hosts", "shares"), [(1, ["abcd"]), (2, ["ac", "bd"]), (6, [*"abcd", "a", "b"])])
-def test_every_server_is_asked_and_every_host_has_one(hosts: int, shares: list[str]) -> None:
-    servers = [Server(name, {}) for name in "abcd"]
-    found = ["".join(server.url for server in share_of(servers, index, hosts)) for index in range(hosts)]
-    assert found == shares
-
-
 def test_a_plan_counts_the_model_in_score_and_its_copy_on_the_host(folder: Path) -> None:
     chosen = settings({"answer": 1.0, "model": {"folder": str(folder), "gpus_per_server": 2}})
     cluster, hf = read_cluster("h100-80"), published_config("qwen2.5-7b")
@@ -269,3 +176,31 @@ def test_a_server_that_has_ended_stops_the_run_with_its_log(folder: Path, tmp_pa
     ):
         servers.score(groups, finish)
     assert len(asked) < len(groups)
+
+
+@pytest.fixture
+def refused(tiny_run: TinyRun, folder: Path) -> Callable[..., str]:
+    """The sentence about the model where its config is changed."""
+
+    def check(ranks: int = 2, **model: Any) -> str:
+        chosen = settings({"model": {"folder": str(folder), **model}})
+        with pytest.raises(UserError) as raised:
+            check_served_models(chosen, AutoTokenizer.from_pretrained(tiny_run.model), ranks, ranks)
+        return str(raised.value)
+
+    return check
+
+
+def test_folders_that_are_no_reward_model(
+    refused: Callable[..., str], tiny_run: TinyRun, folder: Path, tmp_path: Path
+) -> None:
+    assert "names no model with a reward head" in refused(folder=str(tiny_run.model))
+    make_reward_model(tmp_path, tiny_run.model, labels=2)
+    assert "it has 2 labels, and a reward is one number" in refused(folder=str(tmp_path))
+    config = json.loads((folder / "config.json").read_text())
+    for change, sentence in (
+        ({"architectures": ["NoSuchForSequenceClassification"]}, "the installed SGLang does not serve NoSuchFor"),
+        ({"max_position_embeddings": 64}, "it has 64 positions, and a prompt with its response up to 96"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | change))
+        assert sentence in refused(folder=str(tmp_path))

@@ -1,10 +1,6 @@
 """Experts that a real engine returns with its responses, against those of transformers."""
 
 import base64
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -18,7 +14,6 @@ from transformers import AutoModelForCausalLM
 from grpo_mp.distributed.layout import ModelShape, model_shape
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
-from grpo_mp.rollout.engine_args import ENGINE_SITE
 from grpo_mp.rollout.groups import joined
 from grpo_mp.rollout.routed_experts import ARGUMENT, check_routed_experts, known_tokens, read_routed_experts
 from grpo_mp.utils.errors import UserError
@@ -76,10 +71,6 @@ def test_of_all_turns_of_an_episode(
         assert torch.equal(ascending(sample.routed_experts), expected(model_folder, every))
 
 
-def test_they_come_only_where_asked_for(ask: Ask) -> None:
-    assert ask(lambda client: client.generate(PROMPT, LONG))[0].routed_experts is None
-
-
 def test_a_resumed_response_keeps_those_of_each_version(
     ask: Ask, shape: ModelShape, model_folder: Path, other_folder: Path, expected: Callable[..., torch.Tensor]
 ) -> None:
@@ -108,16 +99,6 @@ def test_a_resumed_response_keeps_those_of_each_version(
     assert not torch.equal(actual[:known], expected(other_folder, every)[:known])
 
 
-def test_a_response_whose_beginning_has_none_has_none(shape: ModelShape) -> None:
-    experts = np.zeros((3, 2, 4), np.uint8)
-    begun = EngineOutput((7,), (-1.0,), (0,), truncated=False, aborted=True)
-    more = EngineOutput((8,), (-1.0,), (1,), truncated=True, routed_experts=experts)
-    assert joined(begun, more).routed_experts is None
-    nothing = EngineOutput((), (), (), truncated=False, aborted=True)
-    assert joined(nothing, more).routed_experts is experts
-    assert joined(more, nothing).routed_experts is experts  # it was broken off again before it went on
-
-
 def encoded(values: Any) -> dict[str, str]:
     return {"routed_experts": base64.b64encode(np.array(values, np.int32).tobytes()).decode()}
 
@@ -135,21 +116,6 @@ def test_what_no_router_chose_is_not_replayed(shape: ModelShape) -> None:
     assert rest is not None
     assert len(rest) == 1
     assert read_routed_experts(encoded(good), 3, shape, known=2) is None
-
-
-def test_rows_that_pad_a_batch_are_of_no_sample(shape: ModelShape) -> None:
-    """A graph of four rows decodes two requests: SGLang captures experts of the other rows, too."""
-    numbers = map(str, (shape.num_layers, shape.num_experts, shape.experts_per_token))
-    environment = {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": f"{ENGINE_SITE}:{Path(__file__).parents[2]}"}
-    command = [sys.executable, "-P", "-W", "ignore", "-m", "tests.rollout.captured_rows", *numbers]
-    process = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=600)
-    assert process.returncode == 0, process.stderr
-    for run in json.loads(process.stdout.splitlines()[-1]):
-        for chosen, sent in zip(run["chosen"], run["sent"], strict=True):
-            read = read_routed_experts(encoded(sent), len(chosen), shape)
-            assert read is not None
-            assert np.array_equal(read, np.array(chosen)[:, np.array(shape.is_moe_layer)])
-        assert read_routed_experts(encoded(run["not_computed"]), len(run["not_computed"]), shape) is None
 
 
 def test_an_engine_without_capture_is_found_at_start(ask: Ask, shape: ModelShape) -> None:

@@ -1,15 +1,13 @@
 """Real servers are started, found dead and ended."""
 
-import http.server
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from grpo_mp.models.tokenizer import load_tokenizer
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.engine_main import ARGUMENTS
 from grpo_mp.rollout.server import EngineProcess
-from grpo_mp.utils.errors import EngineError, PhaseTimeout, UserError
+from grpo_mp.utils.errors import PhaseTimeout, UserError
 from tests.engines import started_engine
 
 START_TIMEOUT_S = 300.0
@@ -153,39 +151,6 @@ def test_an_engine_reads_stop_strings_by_the_tokenizer_of_the_run(
             assert read("Tom has 3  apples.")["input_ids"] == tokenizer("Tom has 3  apples.")["input_ids"]
         assert ("tokenizer_path" in arguments) is reads_text
         engine.stop()
-
-
-@pytest.fixture
-def other_server() -> Iterator[Callable[[int], None]]:
-    """Serve another program's /v1/models on a port."""
-    servers: list[http.server.HTTPServer] = []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b'{"data": [{"id": "somebody-else"}]}')
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    def serve(port: int) -> None:
-        servers.append(http.server.HTTPServer(("127.0.0.1", port), Handler))
-        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
-
-    yield serve
-    for server in servers:
-        server.shutdown()
-        server.server_close()
-
-
-def test_another_server_on_the_port_is_an_error(
-    make_spec: SpecFactory, tmp_path: Path, other_server: Callable[[int], None]
-) -> None:
-    with started_engine(make_spec(), tmp_path / "engine.log") as engine:
-        other_server(httpx.URL(engine.url).port or 0)
-        with pytest.raises(EngineError, match="another server answered on its port"):
-            engine.wait_ready(START_TIMEOUT_S)
 
 
 @pytest.mark.slow

@@ -37,22 +37,17 @@ Facts = dict[str, dict[str, Any]]
 PARALLELISMS: list[tuple[str, int, dict[str, Any]]] = [
     ("moonlight-16b-a3b", 4, {"ep_size": 4, "attn_dp_size": 4}),
     ("moonlight-16b-a3b", 2, {"ep_size": 2, "enable_dp_attention": True, "dp_size": 2}),
-    ("glm-4.5-air", 8, {"ep_size": 8, "attn_dp_size": 2}),
     ("glm-4.5", 8, {"ep_size": 8}),
     ("deepseek-r1", 16, {"ep_size": 16, "attn_dp_size": 2}),
-    ("deepseek-r1", 32, {"ep_size": 32, "attn_dp_size": 4}),
     ("deepseek-r1", 16, {}),
     ("qwen2.5-7b", 4, {}),
-    ("qwen3-30b-a3b", 8, {}),
     ("qwen3-235b-a22b", 16, {"ep_size": 8, "attn_dp_size": 4}),
-    ("llama-3.2-1b", 8, {}),
     ("mixtral-8x22b", 8, {"ep_size": 8}),
 ]
 # model, engine.gpus_per_engine and engine.speculative
 DRAFTS: list[tuple[str, int, dict[str, Any]]] = [
     ("deepseek-r1", 16, {"algorithm": "mtp"}),
     ("glm-4.5", 8, {"algorithm": "mtp", "num_steps": 4}),
-    ("glm-4.5-air", 8, {"algorithm": "mtp", "num_steps": 1}),
     ("qwen3-30b-a3b", 8, {"algorithm": "ngram", "num_steps": 7}),
 ]
 
@@ -72,20 +67,20 @@ def cuda_arguments(settings: Settings, hf: HfConfig, folder: Path) -> dict[str, 
     return engine_arguments(spec, claim.port, "name", "key", dist_init_addr)
 
 
-def start_on_meta(cases: dict[str, dict[str, Any]]) -> Facts:
+def run_module(name: str, cases: dict[str, dict[str, Any]]) -> Any:
+    """What a module of this folder says of each case, in a process of its own."""
     path = f"{ENGINE_SITE}:{Path(__file__).parents[2]}"
-    command = [sys.executable, "-P", "-W", "ignore", "-m", "tests.rollout.start_on_meta"]
+    command = [sys.executable, "-P", "-W", "ignore", "-m", f"tests.rollout.{name}"]
     process = subprocess.run(
         command,
         input=json.dumps(cases),
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert process.returncode == 0, process.stderr[-3000:]
-    facts: Facts = json.loads(process.stdout.splitlines()[-1])
-    return facts
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +100,8 @@ def facts_by_case(tmp_path_factory: pytest.TempPathFactory) -> Facts:
         settings = settings_of(engine={"gpus_per_engine": gpus, "speculative": speculative})
         name = f"draft {number}"
         cases[name] = cuda_arguments(settings, published_config(model), folder / name)
-    return start_on_meta(cases)
+    facts: Facts = run_module("start_on_meta", cases)
+    return facts
 
 
 def make_tiny_deepseek(folder: Path) -> HfConfig:
