@@ -82,10 +82,3 @@ def test_the_reward_comes_with_the_last_token_that_was_generated(
             expected = written_out(REWARDS[i], costs, values[i], 0.9, 0.8)
             assert advantages.tolist() == pytest.approx(expected, abs=1e-6)
             assert returns.tolist() == pytest.approx((np.array(expected) + values[i]).tolist(), abs=1e-6)
-
-
-def test_a_stage_without_values_keeps_its_micro_batches(parallel: Parallel) -> None:
-    _, batches = packed()
-    assert with_values(batches, []) == batches
-    ((*kept,),) = with_generalized_advantages([batches], algorithm(), 0.0, parallel)
-    assert kept == batches

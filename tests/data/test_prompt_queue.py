@@ -9,32 +9,6 @@ def none_skipped(_: int) -> bool:
     return False
 
 
-@given(st.integers(1, 12), st.booleans(), st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), max_size=12))
-def test_what_is_drawn_ahead_changes_neither_order_nor_position(
-    size: int, shuffle: bool, steps: list[tuple[int, int]]
-) -> None:
-    """A queue that draws ahead, one that does not, and one that begins anew at each saved position: same prompts."""
-    ahead, exact = PromptQueue(size, shuffle), PromptQueue(size, shuffle)
-    cursor = Cursor(seed=3)
-    taken = []
-    for count, more in steps:
-        resumed = PromptQueue(size, shuffle)
-        for queue in (ahead, exact, resumed):
-            queue.begin_step(cursor, none_skipped, None)
-        ahead.extend(count + more)
-        drawn = [[queue[number] for number in range(count)] for queue in (ahead, exact, resumed)]
-        taken += drawn[1]
-        assert drawn[1] == drawn[2]
-        cursor = exact.use_up(count)
-        ahead_cursor = ahead.use_up(count)
-        if size > sum(map(sum, steps)):  # within the first epoch nothing is deferred
-            assert drawn[0] == drawn[1]
-            assert ahead_cursor == cursor
-        ahead.give_back()
-    for start in range(0, len(taken) - size + 1, size):
-        assert sorted(taken[start : start + size]) == list(range(size))
-
-
 def test_skipped_prompts_are_drawn_only_where_nearly_all_are() -> None:
     queue = PromptQueue(6, False)
     queue.begin_step(Cursor(), lambda index: index % 2 == 0, None)
@@ -52,6 +26,18 @@ def test_no_step_has_a_prompt_twice_though_later_ones_are_drawn_ahead(size: int,
         queue.extend(step_size * (1 + ahead))
         assert len({queue[number] for number in range(step_size)}) == step_size
         cursor = queue.use_up(step_size)
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 9)), max_size=30))
+def test_prompts_do_not_depend_on_how_far_ahead_they_were_drawn(steps: list[tuple[int, int]]) -> None:
+    """Over the ends of epochs, too."""
+    early, late, cursors = PromptQueue(9, True), PromptQueue(9, True), [Cursor(seed=4)] * 2
+    for count, more in steps:
+        for queue, cursor in zip((early, late), cursors, strict=True):
+            queue.begin_step(cursor, none_skipped, 4)
+        early.extend(count + more)
+        assert [early[number] for number in range(count)] == [late[number] for number in range(count)]
+        cursors = [queue.use_up(count) for queue in (early, late)]
 
 
 @given(st.integers(1, 4), st.integers(1, 9), st.integers(0, 8), st.booleans(), st.lists(st.integers(0, 6), max_size=9))
