@@ -1,4 +1,4 @@
-"""Coordinates against nested loops in Megatron's rank order, and against Megatron's RankGenerator."""
+"""Coordinates against Megatron's RankGenerator."""
 
 import inspect
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import pytest
 from megatron.core.parallel_state import RankGenerator, initialize_model_parallel
 
 from grpo_mp.config.sections import LayoutConfig
-from grpo_mp.distributed.coordinates import RankCoordinates, coordinates, data_parallel_size, model_parallel_ranks
+from grpo_mp.distributed.coordinates import coordinates, data_parallel_size, model_parallel_ranks
 
 WORLD_SIZES = (1, 2, 4, 6, 8, 12)
 
@@ -20,29 +20,6 @@ def layouts(world_size: int) -> Iterator[LayoutConfig]:
             yield LayoutConfig(
                 tensor=tensor, context=context, pipeline=pipeline, expert=expert, expert_tensor=expert_tensor
             )
-
-
-def expected_coordinates(layout: LayoutConfig, world_size: int) -> list[RankCoordinates]:
-    """Return every rank's coordinates from loops over the dimensions, slowest first."""
-    stages = range(layout.pipeline)
-    replicas = range(world_size // layout.tensor // layout.context // layout.pipeline)
-    expert_replicas = range(world_size // layout.expert // layout.expert_tensor // layout.pipeline)
-    dense = product(stages, replicas, range(layout.context), range(layout.tensor))
-    sparse = product(stages, expert_replicas, range(layout.expert), range(layout.expert_tensor))
-    return [
-        RankCoordinates(
-            tensor=tensor,
-            context=context,
-            data=data,
-            pipeline=pipeline,
-            expert_tensor=expert_tensor,
-            expert=expert,
-            expert_data=expert_data,
-        )
-        for (pipeline, data, context, tensor), (_, expert_data, expert, expert_tensor) in zip(
-            dense, sparse, strict=True
-        )
-    ]
 
 
 def rank_generators(layout: LayoutConfig, world_size: int) -> tuple[RankGenerator, RankGenerator]:
@@ -60,13 +37,6 @@ def rank_generators(layout: LayoutConfig, world_size: int) -> tuple[RankGenerato
 
 def group_ranks(generator: RankGenerator, token: str) -> dict[int, int]:
     return {rank: group_rank for group in generator.get_ranks(token) for group_rank, rank in enumerate(group)}
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_coordinates_follow_megatron_order(world_size: int) -> None:
-    for layout in layouts(world_size):
-        actual = [coordinates(rank, layout, world_size) for rank in range(world_size)]
-        assert actual == expected_coordinates(layout, world_size)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

@@ -1,7 +1,5 @@
 """FusedAdam against torch's own Adam and AdamW."""
 
-from copy import deepcopy
-
 import pytest
 import torch
 
@@ -33,29 +31,3 @@ def test_steps_equal_torch(decoupled, reference):
             optimizer.step()
     for param, expected_param in zip(params, expected, strict=True):
         torch.testing.assert_close(param, expected_param, rtol=1e-5, atol=1e-6)
-
-
-def test_state_has_the_layout_of_fused_adam():
-    params = parameters()
-    optimizer = FusedAdam(params, **HYPER)
-    set_gradients(params, 0)
-    params[1].grad = None
-    optimizer.step()
-    assert optimizer.param_groups[0]["step"] == 1
-    assert set(optimizer.state[params[0]]) == {"exp_avg", "exp_avg_sq"}
-    assert params[1] not in optimizer.state
-
-
-def test_loaded_optimizer_continues_identically():
-    params, copies = parameters(), parameters()
-    first, second = FusedAdam(params, **HYPER), FusedAdam(copies, **HYPER)
-    set_gradients(params, 0)
-    first.step()
-    second.load_state_dict(deepcopy(first.state_dict()))
-    for param, copy in zip(params, copies, strict=True):
-        copy.data.copy_(param.data)
-    for group, optimizer in ((params, first), (copies, second)):
-        set_gradients(group, 1)
-        optimizer.step()
-    for param, copy in zip(params, copies, strict=True):
-        assert torch.equal(param, copy)

@@ -10,7 +10,6 @@ from grpo_mp.platform.cuda_libraries import (
     check_preload,
     check_toolkit,
     cuda_environment,
-    find_toolkit,
     runtime_folder,
 )
 from grpo_mp.utils.errors import UserError
@@ -66,16 +65,3 @@ def test_a_toolkit_is_made_of_links_where_pip_brought_the_compiler(site: Path) -
     assert (home / "bin" / "nvcc").is_file()
     assert (home / "include").is_dir()
     assert (home / "lib64" / "libcudart.so").resolve() == packages / "lib" / RUNTIME
-
-
-def test_a_toolkit_is_found_where_the_compilers_of_kernels_look(tmp_path: Path) -> None:
-    nvcc = tmp_path / "toolkit" / "bin" / "nvcc"
-    nvcc.parent.mkdir(parents=True)
-    nvcc.write_text("")
-    nvcc.chmod(0o755)
-    path = {"PATH": str(nvcc.parent)}
-    assert find_toolkit({"CUDA_HOME": "/a", "CUDA_PATH": "/b", **path}) == Path("/a")
-    assert find_toolkit({"CUDA_PATH": "/b", **path}) == Path("/b")
-    assert find_toolkit(path, tmp_path / "none") == tmp_path / "toolkit"
-    assert find_toolkit({"PATH": ""}, tmp_path) == tmp_path
-    assert find_toolkit({"PATH": ""}, tmp_path / "none") is None

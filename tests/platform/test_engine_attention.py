@@ -35,13 +35,12 @@ def attention_per_sequence(
     ("lengths", "new_tokens"),
     [
         ([1], [1]),
-        ([5, 40, 17], [1, 1, 1]),
         ([5, 40, 17], [5, 40, 17]),
-        ([3, 64, 30], [1, 1, 1]),
+        ([5, 40, 17], [1, 1, 1]),
         ([9, 9, 30, 31, 12], [2, 9, 1, 30, 2]),
     ],
 )
-@pytest.mark.parametrize("limit", [1, 300, 2**24])
+@pytest.mark.parametrize("limit", [1, 300])
 @pytest.mark.parametrize("latent", [False, True])
 def test_equals_attention_per_sequence(
     monkeypatch: pytest.MonkeyPatch,

@@ -33,8 +33,7 @@ def experts_per_token(layer: SimpleNamespace, x: Tensor, weights: Tensor, ids: T
     return torch.stack(rows).to(x.dtype)
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 40])
-@pytest.mark.parametrize("topk", [1, 2, 4])
+@pytest.mark.parametrize(("tokens", "topk"), [(1, 2), (3, 1), (40, 4)])
 def test_routed_experts(tokens: int, topk: int) -> None:
     torch.manual_seed(tokens)
     layer, x = experts(6, 16, 8), torch.randn(tokens, 16)
@@ -44,7 +43,7 @@ def test_routed_experts(tokens: int, topk: int) -> None:
         torch.testing.assert_close(output, experts_per_token(layer, x, weights, ids), **TOLERANCE)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 40])
+@pytest.mark.parametrize("tokens", [1, 40])
 def test_ranks_of_an_expert_parallel_engine_add_up(tokens: int) -> None:
     torch.manual_seed(tokens)
     layer, x = experts(6, 16, 8), torch.randn(tokens, 16)
@@ -63,8 +62,6 @@ def test_ranks_of_an_expert_parallel_engine_add_up(tokens: int) -> None:
     [
         ({"activation": "gelu"}, 16, torch.float32, False),
         ({"gemm1_alpha": 1.7}, 16, torch.float32, False),
-        ({"apply_router_weight_on_input": True}, 16, torch.float32, False),
-        ({}, 6, torch.float32, False),
         ({}, 16, torch.bfloat16, False),
         ({}, 16, torch.float32, True),
     ],
@@ -87,10 +84,9 @@ def make_norm(size: int, **changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**(values | {"weight": torch.rand(size) + 0.5, "variance_epsilon": 1e-6} | changes))
 
 
-@pytest.mark.parametrize("shape", [(5, 16), (3, 4, 16)])
-def test_rms_norm(shape: tuple[int, ...]) -> None:
+def test_rms_norm() -> None:
     torch.manual_seed(1)
-    norm, x, residual = make_norm(16), torch.randn(shape), torch.randn(shape)
+    norm, x, residual = make_norm(16), torch.randn(3, 4, 16), torch.randn(3, 4, 16)
 
     def expected(values: Tensor) -> Tensor:
         wide = values.double()

@@ -41,7 +41,7 @@ def with_gradients(attend, tensors: list[Tensor], weight: Tensor) -> list[Tensor
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=["all", "grouped", "one"])
+@pytest.mark.parametrize("heads", [(4, 2), (4, 1)], ids=["grouped", "one"])
 @pytest.mark.parametrize("dims", [(16, 16), (24, 16), (8, 16)], ids=["equal", "latent", "wide_value"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
 def test_output_and_gradients(heads, dims, dtype, tolerance):
@@ -80,12 +80,6 @@ def test_context_parallel_ranks_sum_to_the_unsplit_result(cp):
             total.index_add_(0, tensor_rows, tensor.double())
     for total, reference in zip(sums, expected, strict=True):
         torch.testing.assert_close(total, reference, rtol=0, atol=2e-6 * reference.abs().max().item())
-
-
-def test_zigzag_assigns_each_position_once():
-    ranks = [zigzag_positions(16, 4, r).tolist() for r in range(4)]
-    assert ranks[0] == [0, 1, 14, 15]
-    assert sorted(chain(*ranks)) == list(range(16))
 
 
 @given(st.lists(st.integers(0, 500), max_size=30))

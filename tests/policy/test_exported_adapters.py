@@ -22,12 +22,9 @@ from tools.tiny.models import make_tiny, make_tokenizer
 SEQUENCE = (3, 5, 7, 9, 11, 2, 4, 6)
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 TARGETS = [
-    tuple(f"mlp.{name}" for name in FEED_FORWARD),
     tuple(f"shared_experts.{name}" for name in FEED_FORWARD),
     ("o_proj", "mlp.down_proj"),
     ("mlp.up_proj",),  # without gate_proj: of experts they are one
-    ("gate_proj", "up_proj", "down_proj"),
-    ("down_proj", "mlp.up_proj"),
     ("self_attn.o_proj", "kv_b_proj", "shared_experts.gate_proj", "down_proj"),
 ]
 

@@ -50,7 +50,7 @@ def test_a_model_computes_what_transformers_does_with_operands_rounded(tmp_path:
     assert 0.01 < by_rounding < 0.2
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
 def test_layers_in_fp8_are_those_of_fp8_releases(family: str, tmp_path: Path) -> None:
     make_tiny(tmp_path, family, make_tokenizer(["apples"]), num_hidden_layers=2)
     params = family_of(HfConfig.read(tmp_path)).params(HfConfig.read(tmp_path))
@@ -75,7 +75,6 @@ DEFAULT, TENSOR_2 = LayoutConfig(), LayoutConfig(tensor=2)
     [
         ({"fp8_recipe": "mxfp8"}, "bfloat16", None, r"fp8_recipe=mxfp8 needs GPUs \(B200 .*on a CPU set .*=blockwise"),
         ({"fp8_recipe": "mxfp8"}, "bfloat16", 9.0, r"compute capability 10 \(B200 or newer\), these have 9: set"),
-        ({"fp8_recipe": "mxfp8"}, "bfloat16", 12.0, "TransformerEngine has none for compute capability 12"),
         ({}, "bfloat16", 8.0, r"fp8_recipe=blockwise needs GPUs of compute capability 9 \(H100 or newer\)"),
         ({}, "float32", 9.0, "needs model.dtype=bfloat16 on a GPU, not float32"),
         ({"megatron_args": {"first_last_layers_bf16": True}}, "bfloat16", None, "leave out .*first_last_layers_bf16"),

@@ -7,13 +7,12 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
-from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from grpo_mp.models.families import family_of
 from grpo_mp.planner.model_configs import published_config
 from grpo_mp.platform import fused_fields
-from grpo_mp.policy.megatron_args import ARCHITECTURE, check_overrides, overrides_for
+from grpo_mp.policy.megatron_args import ARCHITECTURE, check_overrides
 from grpo_mp.utils.errors import UserError
 
 
@@ -28,14 +27,10 @@ def test_less_than_float32_needs_an_optimizer_that_knows_it(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "sentence"),
     [
-        ("moe_aux_loss_coeff", "abc", "'abc': give a valid"),
         ("moe_pad_expert_input_to_capacity", "yes", "'yes': give a valid boolean"),
-        ("recompute_num_layers", 1.5, "1.5: give a valid integer"),
         ("recompute_num_layers", True, "True: give a valid integer"),
         ("moe_token_dispatcher_type", "flux", "'flux': give 'allgather', 'alltoall' or 'flex'"),
-        ("init_method", "abc", "'abc': give callable"),
         ("attention_backend", "flush", r"'flush' \(did you mean flash\?\): give flash, fused, "),
-        ("bucket_size", "1e9", "'1e9': give a valid integer"),
     ],
 )
 def test_values_of_other_types_are_refused(name: str, value: Any, sentence: str) -> None:
@@ -43,23 +38,16 @@ def test_values_of_other_types_are_refused(name: str, value: Any, sentence: str)
         check_overrides({name: value})
 
 
-@pytest.mark.parametrize("name", [*ARCHITECTURE, "hidden_dropout", "attention_dropout"])
-def test_the_models_own_fields_are_refused(name: str) -> None:
-    assert name in {field.name for field in fields(MLATransformerConfig)}
-    with pytest.raises(UserError, match=rf"^training\.megatron_args\.{name} cannot be set: "):
-        check_overrides({name: 3})
-
-
-def test_dtype_is_given_by_name() -> None:
-    megatron = {"exp_avg_dtype": "bfloat16", "clip_grad": 2.0, "moe_permute_fusion": True}
-    assert overrides_for(megatron, OptimizerConfig) == {"exp_avg_dtype": torch.bfloat16, "clip_grad": 2.0}
+def test_the_models_own_fields_are_refused() -> None:
+    for name in (*ARCHITECTURE, "hidden_dropout", "attention_dropout"):
+        assert name in {field.name for field in fields(MLATransformerConfig)}
+        with pytest.raises(UserError, match=rf"^training\.megatron_args\.{name} cannot be set: "):
+            check_overrides({name: 3})
 
 
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
-        ("qwen2.5-7b", {"apply_rope_fusion": True}),
-        ("qwen3-30b-a3b", {"apply_rope_fusion": True, "moe_permute_fusion": True}),
         ("deepseek-r1", {"apply_rope_fusion": True, "moe_permute_fusion": True}),
         (
             "moonlight-16b-a3b",

@@ -13,7 +13,11 @@ from torch.utils._pytree import tree_leaves
 
 from grpo_mp.policy.vocab_parallel import VocabularyShard, token_logprobs
 from grpo_mp.utils.types import LEAST_LOGPROB
-from tests.policy.logprob_error_bounds import error_bounds
+
+# Bounds of float32 rounding (Higham, Accuracy and Stability of Numerical Algorithms, 2002, ch. 2-4): an operation has
+# relative error at most U, exp and log 2 U, a sum of n terms n U of the sum of their absolute values.
+U = 2.0**-24
+SECOND_ORDER = 1.01  # for the omitted terms of order U^2
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,43 @@ def reference(case: Case, vocabulary: int, temperature: float) -> tuple[Tensor, 
     return (out.detach(), *torch.autograd.grad(out, (hidden, weight), case.cotangent.double()))
 
 
+def error_bounds(
+    hidden: Tensor, weight: Tensor, cotangent: Tensor, targets: Tensor, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return bounds for the output [2, T] and for the gradients of hidden [T, H] and weight [V, H].
+
+    hidden [T, H], weight [V, H] (without padding) and cotangent [2, T] in float64; targets [T].
+    """
+    tokens, width, vocabulary = len(hidden), hidden.shape[1], len(weight)
+    logits = hidden @ weight.t() / temperature
+    magnitudes = hidden.abs() @ weight.abs().t() / temperature
+    # A dot product of `width` terms and a division; counted again for the maximum logit.
+    d_logit = (width + 1) * U * magnitudes.amax(1, keepdim=True)
+    log_p = logits.log_softmax(1)
+    p, entropy = log_p.exp(), -(log_p.exp() * log_p).sum(1, keepdim=True)
+    shifted = logits - logits.amax(1, keepdim=True)
+    log_sum = -log_p.amax(1, keepdim=True)
+    d_shifted = 2 * d_logit + U * shifted.abs()
+    d_weight = d_shifted.amax(1, keepdim=True) + 2 * U  # relative, of exp(shifted)
+    d_log_sum = d_weight + vocabulary * U + 2 * U * log_sum
+    d_log_p = d_shifted + d_log_sum + U * (shifted.abs() + log_p.abs())
+    # entropy = log_sum - sum(exp(shifted) * shifted) / sum(exp(shifted)), where the quotient is log_sum - entropy.
+    quotient = (p * shifted.abs()).sum(1, keepdim=True)
+    d_quotient = quotient * (2 * d_weight + (2 * vocabulary + 2) * U) + (p * d_shifted).sum(1, keepdim=True)
+    d_entropy = d_log_sum + d_quotient + U * entropy
+    picked = torch.zeros_like(logits).scatter(1, targets[:, None], 1.0)
+    output = torch.stack([(picked * d_log_p).sum(1), d_entropy[:, 0]])
+    # d logit = onehot * g0 - p * (g0 + g1 * (log_p + entropy)), divided by the temperature.
+    g0, g1 = (row.abs()[:, None] for row in cotangent)
+    slope = g0 + g1 * (log_p + entropy).abs()
+    d_slope = g1 * (d_log_p + d_entropy + 2 * U * (log_p + entropy).abs()) + U * slope
+    magnitude = (p * slope + g0 * picked) / temperature
+    d_magnitude = (p * (d_slope + slope * (d_log_p + 4 * U)) + 2 * U * g0 * picked) / temperature + 2 * U * magnitude
+    grad_hidden = d_magnitude @ weight.abs() + vocabulary * U * (magnitude @ weight.abs())
+    grad_weight = d_magnitude.t() @ hidden.abs() + (tokens + 1) * U * (magnitude.t() @ hidden.abs())
+    return SECOND_ORDER * output, SECOND_ORDER * grad_hidden, SECOND_ORDER * grad_weight
+
+
 def check(case: Case, vocabulary: int, temperature: float, chunk: int) -> None:
     actual, expected = chunked(case, vocabulary, temperature, chunk), reference(case, vocabulary, temperature)
     bounds = error_bounds(
@@ -71,11 +112,9 @@ def test_equals_log_softmax(tokens: int, vocabulary: int, padding: int, temperat
 
 
 @pytest.mark.parametrize("row", [0, 1])
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 50.0])
-@pytest.mark.parametrize("padding", [0, 3])
-def test_each_cotangent(row: int, scale: float, padding: int) -> None:
-    case = random_case(11, 6, 17, padding)
-    case.cotangent[row] *= scale
+def test_each_cotangent(row: int) -> None:
+    case = random_case(11, 6, 17, 3)
+    case.cotangent[row] *= 50.0
     case.cotangent[1 - row] = 0.0
     check(case, 17, 0.7, 4)
 
@@ -85,16 +124,6 @@ def test_peaked_distributions_stay_finite() -> None:
     actual, expected = chunked(case, 13, 0.5, 2), reference(case, 13, 0.5)
     for tensor, expected_tensor in zip(actual, expected, strict=True):
         torch.testing.assert_close(tensor.double(), expected_tensor, rtol=1e-4, atol=1e-3)
-
-
-def test_padding_columns_have_no_effect_and_no_gradient() -> None:
-    case = random_case(10, 6, 16, 4)
-    case.weight[16:] = 1e3
-    padded = chunked(case, 16, 1.0, 3)
-    plain = chunked(Case(case.hidden, case.weight[:16], case.targets, case.cotangent), 16, 1.0, 3)
-    torch.testing.assert_close(padded[0], plain[0])
-    torch.testing.assert_close(padded[1], plain[1])
-    assert torch.equal(padded[2][16:], torch.zeros(4, 6))
 
 
 def peaked_case(top: float, vocabulary: int = 256, tokens: int = 64) -> Case:
@@ -178,19 +207,13 @@ class LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("count", [None, 3])
-@pytest.mark.parametrize("chunk", [4, 16, 64])
-def test_no_tensor_is_larger_than_a_chunk_of_logits(chunk: int, count: int | None) -> None:
-    tokens, vocabulary = 128, 640
+def test_no_tensor_is_larger_than_a_chunk_of_logits(count: int | None) -> None:
+    tokens, vocabulary, chunk = 128, 640, 16
     case = random_case(tokens, 1, vocabulary, 0)
     others = None if count is None else others_of(case, vocabulary, count)
+    case_of_count = replace(case, cotangent=torch.ones(2 if count is None else 3 + count, tokens))
     with LargestTensor() as chunked_largest:
-        chunked(
-            replace(case, cotangent=torch.ones(2 if count is None else 3 + count, tokens)),
-            vocabulary,
-            1.0,
-            chunk,
-            others,
-        )
+        chunked(case_of_count, vocabulary, 1.0, chunk, others)
     assert chunked_largest.elements == chunk * vocabulary
     with LargestTensor() as reference_largest:
         reference(case, vocabulary, 1.0)
