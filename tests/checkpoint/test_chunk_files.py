@@ -25,8 +25,8 @@ def cut(tensor: torch.Tensor, rows: int, columns: int) -> list[TensorChunk]:
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 40, 1 << 20])
-@pytest.mark.parametrize("written_as", [(4, 6), (4, 3), (1, 6), (1, 2), (2, 3)])
-@pytest.mark.parametrize("read_as", [(4, 6), (4, 2), (1, 6), (2, 3), (4, 1)])
+@pytest.mark.parametrize("written_as", [(4, 6), (4, 3), (1, 2)])
+@pytest.mark.parametrize("read_as", [(4, 6), (4, 2), (1, 6), (2, 3)])
 def test_any_rectangles_are_read_from_any(
     written_as: tuple[int, int], read_as: tuple[int, int], piece_bytes: int, tmp_path: Path
 ) -> None:
@@ -39,18 +39,6 @@ def test_any_rectangles_are_read_from_any(
     read_chunks(chunks, tmp_path, piece_bytes)
     for chunk, expected in zip(chunks, cut(whole, *read_as), strict=True):
         assert torch.equal(chunk.tensor, expected.tensor)
-
-
-def test_only_the_rows_that_are_needed_are_read(tmp_path: Path) -> None:
-    """Of one piece of 4 MiB, for eight ranks that read an eighth of it each."""
-    whole = torch.randn(1024, 1024)
-    write_index(tmp_path, [ChunkWriter(tmp_path, 0, cut(whole, 1024, 1024), whole.nbytes).write()])
-    chunks = cut(torch.zeros(1024, 1024), 128, 1024)
-    read_chunks(chunks[:1], tmp_path, PIECE_BYTES)  # opens and imports
-    before = bytes_read()
-    read_chunks(chunks[3:4], tmp_path, PIECE_BYTES)
-    assert bytes_read() - before < 1.3 * chunks[3].tensor.nbytes
-    assert torch.equal(chunks[3].tensor, whole[3 * 128 : 4 * 128])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["into its place", "through a strip"])

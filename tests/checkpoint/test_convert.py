@@ -21,11 +21,10 @@ from tests.checkpoint.helpers import no_progress
 from tools.tiny.models import make_tiny, make_tokenizer
 
 TINY: dict[str, Any] = {"num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 48}
-CASES: list[tuple[str, dict[str, Any]]] = [
-    ("qwen3", {}),
-    ("qwen3", {"tie_word_embeddings": True}),
-    ("qwen3_moe", {"mlp_only_layers": [1], "num_experts": 4}),
-    ("deepseek_v3", {"first_k_dense_replace": 2, "n_shared_experts": 2}),
+CASES: list[tuple[str, dict[str, Any], torch.dtype]] = [
+    ("qwen3", {"tie_word_embeddings": True}, torch.float32),
+    ("qwen3_moe", {"mlp_only_layers": [1], "num_experts": 4}, torch.bfloat16),
+    ("deepseek_v3", {"first_k_dense_replace": 2, "n_shared_experts": 2}, torch.bfloat16),
 ]
 PART_BYTES = 100_000  # several parts; layers and experts of one tensor fall into different ones
 
@@ -66,8 +65,7 @@ def aux_files(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in files} | {"config.json": json.dumps(config).encode()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("family", "shape"), CASES)
+@pytest.mark.parametrize(("family", "shape", "dtype"), CASES)
 def test_round_trip_is_exact(family: str, shape: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", family, dtype, **shape)
     to_megatron(model, tmp_path / "megatron", no_progress, PART_BYTES)
@@ -125,8 +123,7 @@ def die_after(parts: int) -> Callable[[int, int], None]:
     return report_progress
 
 
-@pytest.mark.parametrize("after", [1, 2])
-def test_a_second_start_resumes(after: int, tmp_path: Path) -> None:
+def test_a_second_start_resumes(tmp_path: Path) -> None:
     model, megatron, back = make_model(tmp_path / "model"), tmp_path / "megatron", tmp_path / "back"
     for convert in (
         lambda progress: to_megatron(model, megatron, progress, PART_BYTES),
@@ -134,13 +131,13 @@ def test_a_second_start_resumes(after: int, tmp_path: Path) -> None:
     ):
         final = back if megatron.exists() else megatron
         with pytest.raises(MachineDiedError):
-            convert(die_after(after))
+            convert(die_after(1))
         assert not final.exists()
         reports: list[tuple[int, int]] = []
         convert(lambda written, total, reports=reports: reports.append((written, total)))
         assert sum(written for written, _ in reports) == reports[0][1]
         parts = [*final.glob("part_*"), *final.glob("model-*")]
-        assert len(reports) == len(parts) - after - 1  # while a part is reported, the next one reaches the disk
+        assert len(reports) == len(parts) - 2  # while a part is reported, the next one reaches the disk
         convert(die_after(1))  # complete: nothing is written
     assert compare_weights(HfReader(model), HfReader(back)) == []
 
@@ -169,10 +166,9 @@ def test_another_model_is_not_overwritten(tmp_path: Path) -> None:
         to_megatron(other, final, no_progress, PART_BYTES)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe"])
-def test_layers_that_the_config_does_not_count_are_refused(family: str, tmp_path: Path) -> None:
+def test_layers_that_the_config_does_not_count_are_refused(tmp_path: Path) -> None:
     """Unless multi-token prediction counts them."""
-    model = make_model(tmp_path / "model", family)
+    model = make_model(tmp_path / "model")
     to_megatron(model, tmp_path / "megatron", no_progress)
     config = json.loads((model / "config.json").read_text()) | {"num_hidden_layers": 2, "layer_types": None}
     for folder in (model, tmp_path / "megatron"):

@@ -64,10 +64,9 @@ def test_a_user_error_is_one_sentence(run_tool: RunTool, model: Path, tmp_path: 
     assert run_tool("to-megatron", tmp_path / "nowhere", tmp_path / "back")[0] == 2
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "kimi_k2", "qwen3_moe", "mixtral", "glm4_moe"])
-def test_logits_of_a_folder_and_its_conversion(run_tool: RunTool, family: str, tmp_path: Path) -> None:
+def test_logits_of_a_folder_and_its_conversion(run_tool: RunTool, tmp_path: Path) -> None:
     model = tmp_path / "model"
-    make_tiny(model, family, make_tokenizer(["apples"]), num_hidden_layers=2, initializer_range=0.1)
+    make_tiny(model, "kimi_k2", make_tokenizer(["apples"]), num_hidden_layers=2, initializer_range=0.1)
     assert run_tool("to-megatron", model, tmp_path / "megatron")[0] == 0
     assert run_tool("check", model, tmp_path / "megatron")[0] == 0
     status, text = run_tool("check", model, tmp_path / "megatron", "--logits")

@@ -1,7 +1,5 @@
 """Folders of safetensors: written here and read by safetensors, and the other way; damaged and missing files."""
 
-import errno
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from grpo_mp.checkpoint import hf_writer
 from grpo_mp.checkpoint.hf_reader import INDEX, HfReader
 from grpo_mp.checkpoint.hf_writer import copy_aux_files
 from grpo_mp.utils.errors import UserError
@@ -93,15 +90,6 @@ def test_what_goes_with_the_weights(tmp_path: Path) -> None:
         assert (tmp_path / "again" / name).read_text() == name
 
 
-def test_the_index_maps_tensors_to_files(tmp_path: Path, like: Path) -> None:
-    write_hf(tmp_path / "out", TENSORS.items(), like, 130)
-    index = json.loads((tmp_path / "out" / INDEX).read_text())
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in TENSORS.values())
-    assert set(index["weight_map"].values()) == {f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)}
-    for name, file in index["weight_map"].items():
-        assert torch.equal(load_file(tmp_path / "out" / file)[name], TENSORS[name])
-
-
 def test_slices_are_read(tmp_path: Path) -> None:
     save_file({name: tensor.contiguous() for name, tensor in TENSORS.items()}, tmp_path / "model.safetensors")
     with HfReader(tmp_path) as reader:
@@ -124,19 +112,6 @@ def test_a_failed_write_leaves_the_old_folder(tmp_path: Path, like: Path) -> Non
     write_hf(tmp_path / "out", list(TENSORS.items())[:1], like)
     with HfReader(tmp_path / "out") as reader:
         assert reader.names == {"model.a"}
-
-
-def test_a_disk_that_refuses_a_shard_ends_the_write(
-    tmp_path: Path, like: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def sync_to_disk(path: Path) -> None:
-        if path.name == "shard-0-1":
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(hf_writer, "sync_to_disk", sync_to_disk)
-    with pytest.raises(OSError, match="No space left"):
-        write_hf(tmp_path / "out", TENSORS.items(), like, shard_bytes=1)
-    assert not (tmp_path / "out").exists()
 
 
 def test_missing_files_and_a_broken_index_are_named(tmp_path: Path, like: Path) -> None:

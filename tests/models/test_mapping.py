@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from grpo_mp.models.families import FAMILIES
-from grpo_mp.models.mapping import Param, Rule, expand, fuse, join, shard_range, unfuse
+from grpo_mp.models.mapping import Param, fuse, join, shard_range, unfuse
 from tests.models.conftest import MakeHf
 
 
@@ -67,17 +67,6 @@ def test_only_vocabularies_are_padded(make_hf: MakeHf) -> None:
         params["decoder.layers.0.mlp.linear_fc2.weight"].local_shape(3)
 
 
-def test_local_shapes(make_hf: MakeHf) -> None:
-    params = FAMILIES["deepseek_v3"].params(make_hf("deepseek_v3"))
-    layer = "decoder.layers.2."
-    assert params[layer + "mlp.experts.linear_fc1.weight7"].local_shape(2) == (12, 8)
-    assert params[layer + "mlp.experts.linear_fc2.weight0"].local_shape(2) == (8, 6)
-    assert params[layer + "mlp.router.weight"].local_shape(2) == (8, 8)
-    assert params[layer + "mlp.shared_experts.linear_fc1.weight"].local_shape(2) == (24, 8)
-    qkv = FAMILIES["qwen3"].params(make_hf("qwen3"))["decoder.layers.1.self_attention.linear_qkv.weight"]
-    assert qkv.local_shape(2) == (4 * (8 + 2 * 4) // 2, 8)
-
-
 def test_qkv_rows_are_ordered_by_query_group_as_megatron_splits_them(make_hf: MakeHf) -> None:
     param = FAMILIES["qwen3"].params(make_hf("qwen3"))["decoder.layers.0.self_attention.linear_qkv.weight"]
     query, key, value = numbered_tensors(param)
@@ -89,16 +78,3 @@ def test_qkv_rows_are_ordered_by_query_group_as_megatron_splits_them(make_hf: Ma
         assert torch.equal(q, query[group * per_group * head_dim : (group + 1) * per_group * head_dim])
         assert torch.equal(k, key[group * head_dim : (group + 1) * head_dim])
         assert torch.equal(v, value[group * head_dim : (group + 1) * head_dim])
-
-
-def test_expand_fills_in_layers_and_experts() -> None:
-    rules = [
-        Rule("a.{layer}.w{expert}", ("x.{layer}.{expert}",), ((2, 3),), layers=(1, 4), experts=2),
-        Rule("b", ("y",), ((5,),)),
-    ]
-    params = expand(rules)
-    assert list(params) == ["a.1.w0", "a.1.w1", "a.4.w0", "a.4.w1", "b"]
-    assert (params["a.4.w1"].hf, params["a.4.w1"].layer, params["a.4.w1"].expert) == (("x.4.1",), 4, 1)
-    assert (params["b"].layer, params["b"].expert, params["b"].experts) == (None, None, 0)
-    with pytest.raises(ValueError, match="two rules make b"):
-        expand([*rules, Rule("b", ("z",), ((5,),))])

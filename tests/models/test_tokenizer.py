@@ -49,10 +49,9 @@ SPLITTERS = {
 }
 
 
-@pytest.mark.parametrize("names", [*combinations(SPLITTERS, 2)], ids="-".join)
-def test_the_texts_tell_any_two_splitters_apart(names: tuple[str, str]) -> None:
-    one, other = ([SPLITTERS[name].pre_tokenize_str(text) for text in PROBES] for name in names)
-    assert one != other
+def test_the_texts_tell_any_two_splitters_apart() -> None:
+    split = {name: [each.pre_tokenize_str(text) for text in PROBES] for name, each in SPLITTERS.items()}
+    assert [names for names in combinations(split, 2) if split[names[0]] == split[names[1]]] == []
 
 
 def train(pre_tokenizer: Any, decoder: Any, **model: Any) -> Tokenizer:
@@ -81,27 +80,8 @@ def same(tokenizer: Any, encode: Callable[[str], list[int]], texts: Iterable[str
 
 # -- tokenizer.json ------------------------------------------------------------------------------------------
 
-FAMILIES = (
-    "llama",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "mixtral",
-    "mistral",
-    "deepseek_v2",
-    "deepseek_v3",
-    "glm4_moe",
-    "new",
-)
-CLASSES = (
-    "LlamaTokenizerFast",
-    "LlamaTokenizer",
-    "PreTrainedTokenizerFast",
-    "Qwen2Tokenizer",
-    "GPT2Tokenizer",
-    "Own",
-    None,
-)
+FAMILIES = ("llama", "qwen3_moe", "deepseek_v3", "new")
+CLASSES = ("LlamaTokenizerFast", "PreTrainedTokenizerFast", "Qwen2Tokenizer", "Own", None)
 
 
 @pytest.mark.parametrize("splitter", ["Kimi", "Qwen2", "SentencePiece"])
