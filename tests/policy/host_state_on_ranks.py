@@ -49,6 +49,7 @@ def main() -> None:
     parallel = start_parallel(LayoutConfig(expert=2), 0, 60.0)
     trial = Trial(model, parallel, out)
     result = {name: trial.compare(name, arguments) for name, arguments in CASES.items()}
+    result["refused"] = trial.load_error("remainders", CASES["whole main weights"])
     for expert in (1, 2):
         folder = out / f"for expert={expert}"
         saved = trial.save_updated(folder)
@@ -102,6 +103,17 @@ class Trial:
         result["updated again"] = {name: unequal(policy, expected) for name, policy in policies.items()}
         result["steps"] = sorted({step for policy in policies.values() for step in steps_of(policy)})
         return result
+
+    def load_error(self, case: str, megatron_args: dict[str, Any]) -> str:
+        """Return what a policy with other main weights says of the checkpoint of a case."""
+        from grpo_mp.policy.checkpoint import load_policy
+        from grpo_mp.utils.errors import UserError
+
+        try:
+            load_policy(self.policy(megatron_args, "step"), self.out / case / "step to host")
+        except UserError as error:
+            return str(error)
+        return ""
 
     def save_updated(self, folder: Path) -> Mapping[str, torch.Tensor]:
         """Save a policy of main weights in 16-bit remainders after an update; return all that it has, of all ranks."""

@@ -74,6 +74,12 @@ def test_an_update_in_pieces_equals_that_of_all_state(case: str, ranks: list[dic
 
 
 @pytest.mark.slow
+def test_other_main_weight_format_is_an_error(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert "holds main weights as remainders, training.megatron_args asks for whole" in rank["refused"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("expert", [1, 2])
 def test_remainders_of_one_layout_are_loaded_in_another_bit_for_bit(expert: int, ranks: list[dict[str, Any]]) -> None:
     """Saved where two ranks divide the experts and loaded where each has all of them, and the other way."""
