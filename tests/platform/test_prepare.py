@@ -68,14 +68,6 @@ def test_prepare_installs_no_hook_on_cuda(finders, monkeypatch):
     assert platform.megatron_fields(interleaved=True, model={}) == {"apply_rope_fusion": True}
 
 
-def test_prepare_twice_installs_one_hook(finders, monkeypatch):
-    for name in [n for n in sys.modules if n.startswith("megatron.")]:
-        monkeypatch.delitem(sys.modules, name)
-    prepare()
-    prepare()
-    assert sum(isinstance(finder, _Finder) for finder in sys.meta_path) == 1
-
-
 def test_torch_is_not_changed():
     program = """
 import sys, torch, torch._dynamo
