@@ -20,6 +20,13 @@ ports.claim_ports()
 """
 
 
+def single_free_port(monkeypatch: pytest.MonkeyPatch) -> int:
+    port = free_port()
+    monkeypatch.setattr(ports, "FIRST_PORT", port)
+    monkeypatch.setattr(ports, "_last_port", lambda: port)
+    return port
+
+
 def free_port() -> int:
     claim = claim_ports()
     claim.release()
@@ -34,12 +41,20 @@ def test_claims_differ_and_can_be_bound() -> None:
             claim.release()
 
 
-def test_another_process_sees_the_claim(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = free_port()
-    monkeypatch.setattr(ports, "FIRST_PORT", port)
-    command = [sys.executable, "-c", CLAIM, str(port)]
+def test_a_claimed_port_is_not_chosen_again_until_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = single_free_port(monkeypatch)
     claim = claim_ports()
     assert claim.port == port
+    with pytest.raises(UserError, match=f"no free port between {port} and {port}"):
+        claim_ports()
+    claim.release()
+    claim_ports().release()
+
+
+def test_another_process_sees_the_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = single_free_port(monkeypatch)
+    command = [sys.executable, "-c", CLAIM, str(port)]
+    claim = claim_ports()
     assert b"no free port" in subprocess.run(command, capture_output=True, timeout=300).stderr
     claim.release()
     assert subprocess.run(command, capture_output=True, timeout=300).returncode == 0

@@ -5,9 +5,7 @@ from typing import Any
 
 import pytest
 
-from grpo_mp.checkpoint.peft_folder import adapter_config
 from grpo_mp.config import check_settings
-from grpo_mp.config.sections import LoraConfig
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.lora import adapter_params, check_adapters, check_targets
@@ -77,12 +75,3 @@ def test_a_reference_cannot_be_mixed_of_adapters() -> None:
     with pytest.raises(UserError, match=r"kl\.ref_update_mix=0\.6 would mix A and B"):
         check_settings(tree | {"algorithm": {"kl": kl}}, "test")
     check_settings(tree | {"algorithm": {"kl": kl | {"ref_update_mix": 1.0}}}, "test")
-
-
-def test_dense_layers_beside_experts_are_named_by_their_weights() -> None:
-    lora, modules = LoraConfig(rank=8, alpha=16), ("self_attn.o_proj", "mlp.up_proj", "mlp.experts.0.up_proj")
-    names = [f"model.layers.0.{module}.lora_A.weight" for module in modules]
-    config = adapter_config(lora, Path("base"), names, {"up_proj"})
-    assert config["target_modules"] == ["o_proj", "up_proj"]
-    assert config["target_parameters"] == ["mlp.up_proj.weight"]
-    assert adapter_config(lora, Path("base"), names[:2], ())["target_parameters"] is None

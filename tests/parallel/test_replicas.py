@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_mp.trainer.replica_check import describe, find_drifted
+from grpo_mp.trainer.replica_check import find_drifted
 from tests.parallel.cases import DRIFTED, Case
 from tests.parallel.conftest import Outcomes
 
@@ -38,8 +38,3 @@ def test_the_minority_drifted() -> None:
     rows = {0: (1, 5, 7), 4: (1, 6, 7), 8: (2, 5, 8), 12: (1, 5, 8)}
     assert find_drifted(rows, ["a", "b", "c"]) == {8: ["a", "c"], 4: ["b", "c"], 0: ["c"], 12: ["c"]}
     assert find_drifted({0: (1,), 1: (1,)}, ["a"]) == {}
-
-
-def test_a_sentence_names_few_tensors() -> None:
-    assert describe(3, {8: list("abcd")}).startswith("step 3: rank 8: weights are not")
-    assert ", in a, b, c and 1 more: " in describe(3, {8: list("abcd")})

@@ -9,10 +9,8 @@ import torch
 
 from grpo_mp.batching.microbatches import MicroBatchPlan
 from grpo_mp.batching.packing import pack, with_mtp_targets
-from grpo_mp.config.sections import LayoutConfig, ModelConfig, SpeculativeConfig, TrainingConfig
-from grpo_mp.models.families import family_of
+from grpo_mp.config.sections import LayoutConfig, ModelConfig, TrainingConfig
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.models.multi_token_prediction import COPIED_EMBEDDING, engine_params
 from grpo_mp.policy.megatron_config import transformer_config
 from grpo_mp.policy.multi_token_prediction import MtpLoss
 from grpo_mp.policy.policy import check_policy
@@ -80,20 +78,6 @@ def test_only_a_model_with_one_layer_trains_it(tmp_path: Path) -> None:
         hf = replace(hf, values=hf.values | {"num_nextn_predict_layers": count})
         with pytest.raises(UserError, match=rf"num_nextn_predict_layers={count or 0}, "):
             transformer_config(LayoutConfig(), TrainingConfig(), "float32", hf)
-
-
-def test_engines_hold_the_layer_where_they_draft_with_it(tmp_path: Path) -> None:
-    make_tiny(tmp_path, "deepseek_v3", make_tokenizer(["apples"]), num_nextn_predict_layers=1)
-    hf, plain = (HfConfig.read(tmp_path, trains_mtp=trains) for trains in (True, False))
-    params = family_of(hf).params(hf)
-    assert engine_params(params, hf, drafts=True) == params
-    assert engine_params(params, hf, drafts=False).keys() == family_of(plain).params(plain).keys()
-    assert params.keys() - family_of(plain).params(plain).keys() >= {
-        COPIED_EMBEDDING,
-        "decoder.layers.4.eh_proj.weight",
-    }
-    assert SpeculativeConfig(algorithm="mtp").drafts_by_mtp
-    assert not SpeculativeConfig(algorithm="ngram").drafts_by_mtp
 
 
 @pytest.mark.parametrize(

@@ -87,21 +87,6 @@ def test_weights_and_gradient_of_replayed_experts_are_those_of_the_formula(kind:
     assert (logits.grad - exact.grad).abs().max() < 1e-6
 
 
-@every_kind
-def test_the_routers_own_choice_in_any_order_changes_no_bit(kind: Kind) -> None:
-    plain, replayed = (random_logits(0).requires_grad_() for _ in range(2))
-    own = chosen(kind.route(plain, None)[1])
-    replay = replaying(kind, ROWS, own[ROWS].flip(1))
-    for logits, each in ((plain, None), (replayed, replay)):
-        probabilities, _ = kind.route(logits, each)
-        (probabilities * random_logits(1)).sum().backward()
-    assert torch.equal(kind.route(plain, None)[0], kind.route(plain, replaying(kind, ROWS, own[ROWS].flip(1)))[0])
-    assert plain.grad is not None
-    assert replayed.grad is not None
-    assert torch.equal(plain.grad, replayed.grad)
-    assert (int(replay.differing), replay.replayed) == (0, ROWS.numel() * TOPK)
-
-
 def test_experts_that_differ_are_counted() -> None:
     kind = KINDS["sigmoid_groups"]
     own, others = chosen(kind.route(random_logits(0), None)[1])[ROWS], other_experts(len(ROWS))
