@@ -11,11 +11,13 @@ has no such mode. Reach: samples/s at least 2.5 times TRL's for qwen3_moe, 9 tim
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -26,10 +28,17 @@ from tests.bench.workload import GROUP_SIZE, PROMPTS, describe, make_workload
 FAMILIES = ("qwen3_moe", "deepseek_v3")
 TRL_PROCESSES = (1, 2)  # two threads in all
 CORES = 2
+TimeOurs = Callable[[Path, int], tuple[list[float], dict[str, float]]]  # seconds of steps, and of their phases
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for folder, family, given in workloads(__doc__):
+        compare(folder, family, given, time_ours)
+
+
+def workloads(text: str | None) -> Iterator[tuple[Path, str, argparse.Namespace]]:
+    """Read the command line of a comparison; yield a folder with the work of each family, and what was given."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", choices=FAMILIES, help="only this")
     parser.add_argument("--steps", type=int, default=4, help="steps of each side, the first one to warm up")
     parser.add_argument("--micro-batch", type=int, default=16, help="TRL's, sequences")
@@ -37,35 +46,30 @@ def main() -> None:
     given = parser.parse_args()
     for family in [given.family] if given.family else FAMILIES:
         with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            print(f"{family}: {describe(make_workload(folder, family, given.seed))}", flush=True)
-            compare(folder, family, given.steps, given.micro_batch)
+            print(f"{family}: {describe(make_workload(Path(name), family, given.seed))}", flush=True)
+            yield Path(name), family, given
 
 
-def compare(folder: Path, family: str, steps: int, micro_batch: int) -> None:
-    """Run every side; prints a line for each, ours with its ratio to the better of TRL's."""
-    theirs = [time_trl(folder, steps, micro_batch, processes) for processes in TRL_PROCESSES]
-    for processes, seconds in zip(TRL_PROCESSES, theirs, strict=True):
+def compare(folder: Path, family: str, given: argparse.Namespace, time_ours: TimeOurs, *options: str) -> None:
+    """Run every side; prints a line for each, ours with its ratio to the better of TRL's, which gets `options`."""
+    best = math.inf
+    for processes in TRL_PROCESSES:
+        result = folder / f"trl_{processes}.json"
+        sizes = ["--steps", str(given.steps), "--micro-batch", str(given.micro_batch), *options]
+        run("tests.bench.run_trl", [str(folder), str(result), *sizes], processes, CORES // processes)
+        seconds = json.loads(result.read_text())  # of each step after the first
+        best = min(best, statistics.median(seconds))
         print(line(f"TRL, {processes} x {CORES // processes} threads", family, seconds), flush=True)
-    ours, phases = time_ours(folder, steps)
-    best = min(statistics.median(seconds) for seconds in theirs)
+    ours, phases = time_ours(folder, given.steps)
     print(line("grpo_mp, 2 ranks", family, ours), f"{best / statistics.median(ours):6.2f} x TRL", flush=True)
-    print("    of it " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases.items()), flush=True)
+    if phases:
+        print("    of it " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases.items()), flush=True)
 
 
 def line(side: str, family: str, seconds: list[float]) -> str:
     median = statistics.median(seconds)
     spread = f"{min(seconds):.1f} to {max(seconds):.1f}"
     return f"{side:20}{family:14}{median:8.2f} s/step ({spread}){PROMPTS * GROUP_SIZE / median:8.2f} samples/s"
-
-
-def time_trl(folder: Path, steps: int, micro_batch: int, processes: int) -> list[float]:
-    """Seconds of each step after the first."""
-    result = folder / f"trl_{processes}.json"
-    sizes = ["--steps", str(steps), "--micro-batch", str(micro_batch)]
-    run("tests.bench.run_trl", [str(folder), str(result), *sizes], processes, CORES // processes)
-    seconds: list[float] = json.loads(result.read_text())
-    return seconds
 
 
 def time_ours(folder: Path, steps: int) -> tuple[list[float], dict[str, float]]:

@@ -39,7 +39,6 @@ Score = tuple[float, float]  # accuracy and its standard error
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--teacher", type=Path, help="a folder; made where there is none")
     parser.add_argument("--student", type=Path, help="a folder; made where there is none")
@@ -62,7 +61,6 @@ def main() -> None:
 
 
 def compare(given: argparse.Namespace, seed: int) -> tuple[Score, Score]:
-    """Run what is missing of a seed, and show it; return the scores of distillation and of the best fine-tuning."""
     seed_folder = given.out / f"seed{seed}"
     given.seed, given.out = seed, seed_folder / f"{given.steps}x{given.prompts}"
     given.data = given.data or seed_folder / "data"
@@ -108,7 +106,6 @@ def make_teacher(seed_folder: Path, seed: int) -> Path:
 
 
 def make_student(seed_folder: Path, seed: int) -> Path:
-    """Make a small dense model that has begun to learn the task of `seed_folder`, where it is missing."""
     folder, begin = seed_folder / "student", seed_folder / "student_random"
     if not (folder / "config.json").exists():
         make_tiny(begin, "qwen3", make_tokenizer(vocabulary_words()), seed, **SHAPE)
@@ -122,7 +119,6 @@ def on_policy_name(passes: int) -> str:
 
 
 def distill(given: argparse.Namespace, passes: int) -> Score:
-    """Distill the teacher into the student; return the score."""
     folder = given.out / f"on_policy_{given.kl_type}_top{given.topk}_{given.rate}_{given.updates}_{passes}"
     if not (folder / "final" / "config.json").exists():
         teacher = f"{{teacher: {{folder: {given.teacher}}}, topk: {given.topk}, kl_type: {given.kl_type}}}"
@@ -136,7 +132,6 @@ def distill(given: argparse.Namespace, passes: int) -> Score:
 
 
 def fine_tune(given: argparse.Namespace, rate: str, batch_size: int, passes: int) -> Score:
-    """Fine-tune the student on as many answers of the teacher; return the score."""
     answers, folder = given.out / "answers", given.out / f"fine_tuned_{rate}_{batch_size}_{passes}"
     if not (answers / "samples.parquet").exists():
         drawn = [f"sample.max_prompts={given.prompts * given.steps}", f"run.seed={given.seed}", *data(given)]
@@ -152,7 +147,6 @@ def fine_tune(given: argparse.Namespace, rate: str, batch_size: int, passes: int
 
 
 def evaluate(given: argparse.Namespace, name: str, model: Path) -> Score:
-    """Return a model's held-out score."""
     folder = given.out / name
     if not (folder / "eval.json").exists():
         scored = ["--model", str(model), "--out", str(folder), "layout={}", *data(given)]
@@ -162,13 +156,11 @@ def evaluate(given: argparse.Namespace, name: str, model: Path) -> Score:
 
 
 def data(given: argparse.Namespace) -> list[str]:
-    """Return the settings of a task's problems."""
     evaluation = f"data.eval={{arithmetic: {{path: {given.data}/eval.jsonl, samples: 4}}}}"
     return [f"data.train={given.data}/train.jsonl", evaluation, f"rollout.max_response_tokens={MAX_RESPONSE_TOKENS}"]
 
 
 def show(scores: dict[str, Score], title: str) -> None:
-    """Print a row for each model."""
     table = Table("model", "held-out accuracy", title=title)
     for name, (accuracy, error) in scores.items():
         table.add_row(name, f"{accuracy:.1%} ± {error:.1%}")

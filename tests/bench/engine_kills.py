@@ -26,7 +26,6 @@ GROUPS = 4  # of a step
 
 
 def main() -> None:
-    """Command line; see the text above."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--schedule", choices=["colocated", "one_step_off", "async"], default="colocated")
@@ -55,7 +54,6 @@ def main() -> None:
 
 
 def _kill_one(job: Job, run: Path, number: int, phases: Sequence[str], engines: int) -> None:
-    """Kill an engine, and wait until it was noticed and a step was done."""
     random = Random(number)
     phase, begun = random.choice(phases), time.monotonic()
     seen = {rank: spans(run, rank, phase) for rank in (0, 1)}

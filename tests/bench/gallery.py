@@ -48,7 +48,6 @@ Tiny runs that go wrong in a known way: the quickstart's run, smaller, with a fe
 
 
 def main() -> int:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     args = with_names(parser)
     beside = () if HEALTHY in recorded_names() else (HEALTHY,)  # what the others are drawn beside
@@ -63,7 +62,6 @@ def main() -> int:
 
 
 def make(name: str, out: Path) -> bool:
-    """Train and record a sickness; return whether it was found."""
     lines = run(name, out)
     if not show(name, lines):
         return False
@@ -100,7 +98,6 @@ def printable(text: str) -> str:
 
 
 def read_recorded(name: str) -> RunRecords:
-    """Return a recorded run as far as it was recorded: its metrics."""
     return RunRecords(name, {}, read_metrics(RECORDED / f"{name}.jsonl"), {}, {})
 
 
@@ -111,13 +108,11 @@ def warnings_of(name: str) -> tuple[Finding, ...]:
 
 
 def draw(name: str) -> None:
-    """Draw the metrics that the sickness's rule looks at, beside those of the healthy run."""
     PICTURES.mkdir(exist_ok=True)
     write_charts(charts_of(name), PICTURES / f"{name}.svg")
 
 
 def charts_of(name: str) -> list[Chart]:
-    """Return the charts of a sickness's picture."""
     runs = [read_recorded(one) for one in dict.fromkeys((HEALTHY, name))]
     return [_chart(metric, runs) for metric in metrics_of(name)]
 
@@ -131,7 +126,6 @@ def metrics_of(name: str) -> list[str]:
 
 
 def _chart(metric: str, runs: Sequence[RunRecords]) -> Chart:
-    """Return a line of each run, empty where it has no such metric."""
     curve = _curve(metric)
     lines = []
     for place, one in enumerate(runs):
@@ -141,7 +135,6 @@ def _chart(metric: str, runs: Sequence[RunRecords]) -> Chart:
 
 
 def _curve(metric: str) -> Curve:
-    """Return how the report draws a metric, alone."""
     known = (curve for curves in CURVES.values() for curve in curves)
     fitting = [one for one in known if any(fnmatchcase(metric, pattern) for pattern in one.metrics.values())]
     described = find_metric(metric, "scalar")
@@ -150,12 +143,10 @@ def _curve(metric: str) -> Curve:
 
 
 def recorded_names() -> list[str]:
-    """Return the sicknesses that are recorded, in the order of the bench."""
     return [name for name in SICKNESSES if (RECORDED / f"{name}.answers.json").exists()]
 
 
 def page(names: Sequence[str]) -> str:
-    """Return the page of recorded sicknesses."""
     weights = {rule.name: str(rule.weight) for rule in RULES}
     rows = [(f"[`{name}`](#{name})", _rule(name), weights.get(rule_of(name), ""), cause_of(name)) for name in names]
     runs = table(("run", "warning", "weight", "what is wrong"), rows)
@@ -163,12 +154,10 @@ def page(names: Sequence[str]) -> str:
 
 
 def rule_of(name: str) -> str:
-    """Return the rule that finds a sickness; "" for the healthy run."""
     return SICKNESSES[name].rule or ""
 
 
 def cause_of(name: str) -> str:
-    """Return the first sentence of a sickness's cause."""
     return SICKNESSES[name].cause.split(". ")[0].rstrip(".") + "."
 
 

@@ -60,7 +60,6 @@ class Source:
 
 
 def main() -> None:
-    """Print the table."""
     package = [Source(file) for file in sorted(PACKAGE.rglob("*.py"))]
     tests = [Source(file) for file in sorted((ROOT / "tests").rglob("*.py"))]
     graph = import_graph([source for source in package if source.path != PACKAGE / "__init__.py"])
@@ -91,7 +90,6 @@ def main() -> None:
 
 
 def import_graph(sources: list[Source]) -> dict[str, set[str]]:
-    """Return for each room the rooms that it imports."""
     graph: dict[str, set[str]] = {source.room: set() for source in sources}
     for source in sources:
         graph[source.room] |= source.imported_rooms
@@ -110,7 +108,6 @@ def floors(graph: dict[str, set[str]]) -> dict[str, int]:
 
 
 def settings() -> set[str]:
-    """Return the dotted names of all settings that are no sections."""
     return {
         f"{path}.{name}"
         for root in (Settings, SftSettings)
@@ -128,7 +125,6 @@ def pages() -> Iterator[Path]:
 
 
 def functions(source: Source) -> Iterator[Function]:
-    """Yield all functions and methods of a file."""
     yield from (node for node in source.nodes if isinstance(node, Function))
 
 
@@ -146,7 +142,6 @@ def gets_everything(function: Function) -> bool:
 
 
 def positional_calls(sources: list[Source]) -> float:
-    """Return how many of 1,000 calls have five or more positional arguments."""
     calls = [node for source in sources for node in source.nodes if isinstance(node, ast.Call)]
     return 1000 * sum(len(call.args) >= MANY_ARGUMENTS for call in calls) / len(calls)
 

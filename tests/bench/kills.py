@@ -108,7 +108,6 @@ class Found:
 
     @classmethod
     def read(cls, file: Path) -> "Found":
-        """Read what an earlier bench found."""
         values = json.loads(file.read_text())
         counters = {name: Counter(values[name]) for name in ("kills", "phases")}
         return cls(**values | counters)
@@ -118,7 +117,6 @@ class Found:
         return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
 
     def failures(self) -> list[str]:
-        """Return what is not as it should be."""
         return [
             *(f"different: {what}" for what in self.different),
             *(f"left behind: {command}" for command in self.left),
@@ -141,13 +139,11 @@ class Kill:
         return cls(len(begun_episodes(folder)), len(scored_groups(folder)), found)
 
     def repeated(self, folder: Path) -> list[str]:
-        """Return what was generated after it, though it was recorded before."""
         scored = (checksum for _, checksum in scored_groups(folder)[self.scored :])
         return sorted(self.recorded.intersection([*begun_episodes(folder)[self.begun :], *scored]))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line; see the text above."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--steps", type=int, default=12)
@@ -179,7 +175,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def report(found: Found) -> None:
-    """Print what was found; exit with status 1 where it is not as it should be."""
     print(f"kills: {dict(found.kills)}; in phases {dict(found.phases)}")
     print(f"{found.runs} runs of {found.starts} starts; processes left: {found.left or 'none'}")
     print(f"samples that were scored once more than without kills: {found.again} ({found.samples} a run)")
@@ -209,7 +204,6 @@ def make_inputs(folder: Path, schedule: str, steps: int, kills: int) -> list[str
 
 
 def run_undisturbed(folder: Path, settings: Sequence[str], run: Path) -> Found:
-    """Run without kills; return how long that took and what it scored."""
     begun = time.time()
     job = Job(folder, [*settings, f"run.folder={run}"])
     try:
@@ -270,7 +264,6 @@ def kill_until_it_ends(
 
 
 def processes(job: Job, target: str) -> list[psutil.Process]:
-    """Return the processes of a job that may be killed as `target`."""
     ranks = children_of(psutil.Process(job.pid), recursive=False)
     if target == "launcher":
         return [psutil.Process(job.pid)]
@@ -295,7 +288,6 @@ def children_of(process: psutil.Process, recursive: bool = True) -> list[psutil.
 
 
 def command(process: psutil.Process) -> list[str]:
-    """Return a command line; empty where the process has just ended."""
     try:
         return process.cmdline()
     except psutil.Error:
@@ -303,7 +295,6 @@ def command(process: psutil.Process) -> list[str]:
 
 
 def rank_of(process: psutil.Process) -> str | None:
-    """Return the number of a rank; None for another process."""
     try:
         return process.environ().get("RANK")
     except psutil.Error:
@@ -320,7 +311,6 @@ def last_phase(run: Path, started: float) -> str:
 
 
 def forget(folder: Path) -> None:
-    """Remove what functions of earlier runs have written."""
     for name in (SCORED, BEGUN):
         (folder / name).unlink(missing_ok=True)
 
@@ -333,7 +323,6 @@ def scored_groups(folder: Path) -> list[tuple[int, str]]:
 
 
 def count_scored(folder: Path) -> int:
-    """Return how many samples were scored."""
     return sum(samples for samples, _ in scored_groups(folder))
 
 
@@ -363,7 +352,6 @@ def recorded(journals: Path) -> set[str]:
 
 
 def recorded_in(file: Path) -> set[str]:
-    """Return what one journal has."""
     found = set[str]()
     for record in read_records(file):
         with file.open("rb") as stream:

@@ -42,7 +42,6 @@ EVAL_EVERY = 10
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cells = [f"{schedule}/{seed}" for seed in SEEDS for schedule in SCHEDULES]
     parser.add_argument("--cells", nargs="*", choices=cells, default=cells, metavar="SCHEDULE/SEED")
@@ -71,7 +70,6 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def run(cell: str, steps: int, out: Path) -> dict[str, Any]:
-    """Train a cell to its end, from its last checkpoint where it was broken off; return what it learned."""
     schedule, seed = cell.split("/")
     folder = out / f"{schedule}_seed{seed}_{steps}"
     settings = [f"run.steps={steps}", f"run.eval_every={EVAL_EVERY}", "run.export=false"]
@@ -83,7 +81,6 @@ def run(cell: str, steps: int, out: Path) -> dict[str, Any]:
 
 
 def show(cells: list[dict[str, Any]]) -> None:
-    """Print the accuracies of every schedule by step: mean, and in brackets the seeds'."""
     if not cells:
         return
     steps = list(cells[0]["accuracy"])
@@ -114,7 +111,6 @@ def show(cells: list[dict[str, Any]]) -> None:
 
 
 def _overlap(runs: list[list[float]], others: list[list[float]]) -> bool:
-    """Return whether the bands of the last accuracies overlap; True where there are too few seeds for a band."""
     bands = [[curve[-1] for curve in curves] for curves in (runs, others)]
     if any(len(band) < 2 for band in bands):
         return True

@@ -8,9 +8,7 @@ Reach: each learns.
 """
 
 import argparse
-import json
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from rich.table import Table
 from grpo_mp.monitor.report.charts import Chart, Series
 from tests.bench.picture import write_charts
 from tests.bench.quickstart_run import train
+from tests.e2e.jobs import read_jsonl
 
 PRESETS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "sapo", "luspo", "vespo", "grpo_pp")
 COLUMNS = {
@@ -35,7 +34,6 @@ Points = list[tuple[int, float]]
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--presets", nargs="+", default=PRESETS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
@@ -47,24 +45,17 @@ def main() -> None:
     for seed in args.seeds:
         for preset in args.presets:
             run = args.out / f"{preset}_seed{seed}"
-            train_once(run, preset, seed, args.steps, args.overrides)
-            runs[preset].append([json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()])
+            train(run, seed, f"algorithm={preset}", f"run.steps={args.steps}", *always(), *args.overrides)
+            runs[preset].append(read_jsonl(run / "metrics.jsonl"))
     show(runs)
     write_charts(charts(runs), args.out / "curves.svg")
 
 
-def train_once(run: Path, preset: str, seed: int, steps: int, overrides: Sequence[str]) -> None:
-    """One run; what is there already is not done again."""
-    train(run, seed, f"algorithm={preset}", f"run.steps={steps}", *always(), *overrides)
-
-
 def always() -> list[str]:
-    """Return the settings that every run has."""
     return ["run.eval_every=10", "run.export=false", "algorithm.kl.coef=1.0e-6", "training.updates_per_step=4"]
 
 
 def show(runs: dict[str, list[Steps]]) -> None:
-    """First and last value of each column, every seed, and the mean of the last."""
     table = Table("preset", *COLUMNS, title="first -> last of each seed; mean of the last")
     for preset, seeds in runs.items():
         table.add_row(preset, *(_cell([points(steps, name) for steps in seeds]) for name in COLUMNS.values()))
@@ -78,7 +69,6 @@ def _cell(curves: list[Points]) -> str:
 
 
 def points(steps: Steps, name: str) -> Points:
-    """(step, value) where a metric was written."""
     return [(step["step"], step[name]) for step in steps if step.get(name) is not None]
 
 

@@ -132,7 +132,6 @@ def main() -> None:
 
 
 def copy_tree(copy: Path) -> None:
-    """Copy what git tracks, as it stands in the working tree."""
     names = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for name in names.splitlines():
         (copy / name).parent.mkdir(parents=True, exist_ok=True)

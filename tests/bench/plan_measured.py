@@ -69,7 +69,6 @@ OTHERS = {"contexts", "communication", "fragments", "engine weights", "KV cache"
 
 
 def main() -> None:
-    """Command line; see the text above."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--critic", action="store_true")
     given = parser.parse_args()
@@ -217,7 +216,6 @@ def settled_bytes() -> int:
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
-    """The highest resident memory while `run` runs."""
     settled_bytes()
     process = psutil.Process()
     reset_peak(process)
@@ -226,7 +224,6 @@ def peak_bytes(run: Callable[[], object]) -> int:
 
 
 def reset_peak(process: psutil.Process) -> int:
-    """Set the kernel's peak of a process to what it holds now, and return that in bytes."""
     Path(f"/proc/{process.pid}/clear_refs").write_text("5")
     return status_bytes(process, "VmRSS")
 
@@ -253,7 +250,6 @@ class FakeEngine:
 
 
 def rollout_with(client: Any, ranks: int, runner: asyncio.Runner) -> Any:
-    """Return what a weight sync needs of a Rollout: an engine on each rank."""
     keeps = partial(nullcontext, client)
     return SimpleNamespace(host_ranks=range(ranks), client=client, call=runner.run, losing_engine=keeps)
 

@@ -40,7 +40,6 @@ MEMORY = "memory/train/host_bytes"
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cells = [f"{preset}/{seed}" for seed in SEEDS for preset in PRESETS]
     parser.add_argument("--cells", nargs="*", choices=cells, default=cells, metavar="PRESET/SEED")
@@ -55,13 +54,11 @@ def main() -> None:
 
 
 def overrides(preset: str, steps: int, eval_every: int) -> list[str]:
-    """Return what differs from the settings file in a run."""
     lengths = [f"run.steps={steps}", f"run.eval_every={eval_every}", "run.export=false"]
     return [*lengths, f"algorithm.preset={preset}", *PRESETS[preset]]
 
 
 def run(cell: str, steps: int, eval_every: int, out: Path) -> dict[str, Any]:
-    """Train a cell to its end, from its last checkpoint where it was broken off; return what it learned and took."""
     preset, seed = cell.split("/")
     folder = out / f"{preset}_seed{seed}_{steps}"
     train(folder, int(seed), *overrides(preset, steps, eval_every))
@@ -89,7 +86,6 @@ def planned_bytes() -> float:
 
 
 def show(cells: Iterable[dict[str, Any]], planned: float) -> None:
-    """Print a row for each preset: means over seeds, accuracies with the range of the seeds."""
     by_preset = defaultdict[str, list[dict[str, Any]]](list)
     for cell in cells:
         by_preset[cell["cell"].split("/")[0]].append(cell)
@@ -118,7 +114,6 @@ def show(cells: Iterable[dict[str, Any]], planned: float) -> None:
 
 
 def memory_of(runs: Iterable[dict[str, Any]]) -> float:
-    """Return the mean over seeds of the largest memory of a rank."""
     return statistics.fmean(each["host_bytes"] for each in runs)
 
 

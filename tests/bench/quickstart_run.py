@@ -9,18 +9,15 @@ CONFIG = "configs/tiny_moe.yaml"
 
 
 def run_module(module: str, *arguments: str) -> None:
-    """Run a module as a command. Raises CalledProcessError where it fails."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-m", module, *arguments], env=environment, check=True)
 
 
 def grpo_mp(*arguments: str) -> None:
-    """Run a command of grpo-mp."""
     run_module("grpo_mp", *arguments)
 
 
 def make_task(*arguments: str) -> None:
-    """Make a tiny model and its task."""
     run_module("tools.tiny.make", *arguments)
 
 

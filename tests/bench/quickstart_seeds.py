@@ -16,12 +16,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from tests.e2e.jobs import read_jsonl
+
 STEM = "runs/quickstart_seed"
 REACH = {"after": 0.80, "seconds": 360.0, "mismatch": 1e-4, "overhead": 0.05}
 
 
 def main() -> None:
-    """Run the seeds of the command line, each in its folder, and print a row for each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("seeds", type=int, nargs="+")
     parser.add_argument("--only-read", action="store_true", help=f"do not run, only read {STEM}*")
@@ -36,14 +37,12 @@ def main() -> None:
 
 
 def run(seed: int, folder: Path) -> None:
-    """Run the quickstart."""
     environment = {**os.environ, "SEED": str(seed), "RUN": str(folder)}
     subprocess.run(["bash", "launch/quickstart.sh"], env=environment, check=True)
 
 
 def row(run: Path) -> list[str]:
-    """One run's figures as text."""
-    steps = read_metrics(run)
+    steps = read_jsonl(run / "metrics.jsonl")
     names = ("eval/arithmetic/accuracy", "eval/arithmetic/pass_at_4")
     evaluated = [[step[name] for step in steps if name in step] for name in names]
     return [
@@ -53,11 +52,6 @@ def row(run: Path) -> list[str]:
         f"{max(step.get('sync/check/logprob_abs_diff/mean', 0.0) for step in steps):.1e}",
         f"{statistics.median(step['time/overhead_share'] for step in steps if 'time/overhead_share' in step):.1%}",
     ]
-
-
-def read_metrics(run: Path) -> list[dict[str, float]]:
-    """Read what a run logged of its steps."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def seconds(run: Path) -> float:

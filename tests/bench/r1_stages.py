@@ -32,7 +32,6 @@ SHOWN: Mapping[str, Callable[[EvalScore], float]] = {
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("seeds", type=int, nargs="+")
     parser.add_argument("--only-read", action="store_true", help=f"do not run, only read {STEM}*")
@@ -46,7 +45,6 @@ def main() -> None:
 
 
 def run(seed: int) -> None:
-    """Make a seed's models and data where they are missing, and run its pipeline, or go on with it."""
     made = ["--data", f"data/tiny_r1_seed{seed}", "--seed", str(seed)]
     for family, name in (("deepseek_v3", "base"), ("qwen3", "student")):
         model = Path(f"checkpoints/tiny_r1_seed{seed}_{name}")
@@ -81,7 +79,6 @@ def read_stages(folder: Path) -> dict[str, EvalScore]:
 
 
 def make_table(seeds: Sequence[Mapping[str, EvalScore]]) -> Table:
-    """Return a row for each stage: mean over seeds ± standard deviation."""
     table = Table("after", *SHOWN, "cut off, %")
     for stage in seeds[0]:
         found = [seed[stage] for seed in seeds]
@@ -91,7 +88,6 @@ def make_table(seeds: Sequence[Mapping[str, EvalScore]]) -> Table:
 
 
 def spread(values: Any) -> str:
-    """Return a mean and, of several values, their standard deviation."""
     found = list(values)
     return f"{fmean(found):.1f}" + (f" ± {stdev(found):.1f}" if len(found) > 1 else "")
 

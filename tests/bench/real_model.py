@@ -14,7 +14,6 @@ from tests.smollm2 import make_smollm2, write_sums_run
 
 
 def main(folder: Path, steps: int, overrides: list[str]) -> None:
-    """Run the job, and print a line for each step."""
     model = make_smollm2(folder / "SmolLM2-135M-Instruct")
     run = folder / "sums"
     shutil.rmtree(run, ignore_errors=True)

@@ -50,7 +50,6 @@ class Mismatch:
 
 
 def main() -> None:
-    """Print a line for each family without and with replay."""
     for family in FAMILIES:
         plain, replayed = measure(family)
         print(f"{family:12s} none  {plain}\n{'':12s} R3    {replayed}   ({plain.kl / replayed.kl:.1f} times less KL)")
@@ -88,7 +87,6 @@ def make_settings(folder: Path) -> Settings:
 
 
 def generate(folder: Path, shape: ModelShape) -> list[SampleGroup]:
-    """Groups of an engine that is started for this."""
     prompts = [Prompt(i, "", tuple(range(5 + i, 15 + 2 * i))) for i in range(PROMPTS)]
 
     async def request(url: str, headers: dict[str, str]) -> list[list[EngineOutput]]:

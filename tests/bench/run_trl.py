@@ -1,6 +1,7 @@
-"""One process of TRL's side: GRPOTrainer with transformers' generation, responses of given lengths.
+"""One process of TRL's side: GRPOTrainer with transformers' generation, responses of given lengths; or SFTTrainer.
 
-Started by compare_trl.py, alone or by torchrun; rank 0 writes the seconds of each step after the first to RESULT.
+Started by compare_trl.py and sft_beside_trl.py, alone or by torchrun; rank 0 writes the seconds of each step after the
+first to RESULT.
 """
 
 import argparse
@@ -24,7 +25,7 @@ if not torch.cuda.is_available():
 
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 
 class ExactLengths(LogitsProcessor):
@@ -70,34 +71,30 @@ def length_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [len(ids) / w.LONGEST for ids in completion_ids]
 
 
-def make_config(folder: Path, steps: int, micro_batch: int) -> GRPOConfig:
+def arguments(given: argparse.Namespace) -> dict[str, Any]:
     """One update per step, as the other side; nothing is logged or saved."""
     processes = int(os.environ.get("WORLD_SIZE", 1))
-    return GRPOConfig(
-        output_dir=str(folder / "trl"),
-        use_cpu=True,
-        bf16=False,
-        per_device_train_batch_size=micro_batch,
-        gradient_accumulation_steps=w.PROMPTS * w.GROUP_SIZE // (micro_batch * processes),
-        num_generations=w.GROUP_SIZE,
-        max_completion_length=w.LONGEST,
-        beta=w.KL_WEIGHT,
-        loss_type="grpo",
-        router_aux_loss_coef=0.0,
-        learning_rate=w.LEARNING_RATE,
-        lr_scheduler_type="constant",
-        max_grad_norm=w.CLIP_GRAD,
-        adam_beta1=w.BETAS[0],
-        adam_beta2=w.BETAS[1],
-        adam_epsilon=w.EPS,
-        max_steps=steps,
-        gradient_checkpointing=False,
-        shuffle_dataset=False,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-    )
+    return {
+        "output_dir": str(given.folder / "trl"),
+        "use_cpu": True,
+        "bf16": False,
+        "per_device_train_batch_size": given.micro_batch,
+        "gradient_accumulation_steps": w.PROMPTS * w.GROUP_SIZE // (given.micro_batch * processes),
+        "router_aux_loss_coef": 0.0,
+        "learning_rate": w.LEARNING_RATE,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": w.CLIP_GRAD,
+        "adam_beta1": w.BETAS[0],
+        "adam_beta2": w.BETAS[1],
+        "adam_epsilon": w.EPS,
+        "max_steps": given.steps,
+        "gradient_checkpointing": False,
+        "shuffle_dataset": False,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+    }
 
 
 def main() -> None:
@@ -106,20 +103,27 @@ def main() -> None:
     parser.add_argument("result", type=Path)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--micro-batch", type=int, required=True)
+    parser.add_argument("--chats", help="a file of the folder: fine-tune on it")
     given = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(given.folder / w.MODEL)
     model = AutoModelForCausalLM.from_pretrained(given.folder / w.MODEL, dtype=torch.float32)
-    force_lengths(model, tokenizer, w.read_lengths(given.folder))
-    rows = [{"prompt": [{"role": "user", "content": question}]} for question in w.read_questions(given.folder)]
     clock = StepClock()
-    GRPOTrainer(
-        model=model,
-        reward_funcs=length_reward,
-        args=make_config(given.folder, given.steps, given.micro_batch),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
-        callbacks=[clock],
-    ).train()
+    same: dict[str, Any] = {"model": model, "processing_class": tokenizer, "callbacks": [clock]}
+    if given.chats:
+        rows = [json.loads(row) for row in (given.folder / given.chats).read_text().splitlines()]
+        config = SFTConfig(**arguments(given), completion_only_loss=True, max_length=None)
+        SFTTrainer(args=config, train_dataset=Dataset.from_list(rows), **same).train()
+    else:
+        force_lengths(model, tokenizer, w.read_lengths(given.folder))
+        rows = [{"prompt": [{"role": "user", "content": question}]} for question in w.read_questions(given.folder)]
+        config = GRPOConfig(
+            **arguments(given),
+            num_generations=w.GROUP_SIZE,
+            max_completion_length=w.LONGEST,
+            beta=w.KL_WEIGHT,
+            loss_type="grpo",
+        )
+        GRPOTrainer(reward_funcs=length_reward, args=config, train_dataset=Dataset.from_list(rows), **same).train()
     if int(os.environ.get("RANK", 0)) == 0:
         given.result.write_text(json.dumps([end - start for start, end in pairwise(clock.ends)]))
 

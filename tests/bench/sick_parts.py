@@ -22,19 +22,16 @@ def short(completions: list[str], **_: Any) -> list[float]:
 
 
 def biased(completions: list[str], **_: Any) -> list[float]:
-    """Pay for answers that begin with 1, as a judge may who likes them."""
     return [float("boxed{1" in text) for text in completions]
 
 
 def failing(completions: list[str], **_: Any) -> list[float]:
-    """Raise for about every fourth group."""
     if sum(map(len, completions)) % 4 == 0:
         raise ValueError("a judge did not answer")
     return [0.0] * len(completions)
 
 
 def slow(samples: Any, step: int) -> dict[int, int]:
-    """Think for two seconds, and skip no prompt."""
     time.sleep(2)
     return {}
 

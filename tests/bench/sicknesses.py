@@ -210,7 +210,6 @@ SICKNESSES = {
 
 
 def main() -> int:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true")
     args = with_names(parser)
@@ -245,7 +244,6 @@ def run(name: str, out: Path) -> list[MetricLine]:
 
 
 def write_unsolvable(data: Path) -> None:
-    """Write the train problems with the answers of other problems."""
     rows = [json.loads(line) for line in (data / "train.jsonl").read_text().splitlines()]
     others = [row["answer"] for row in rows[7:] + rows[:7]]
     wrong = [json.dumps(row | {"answer": answer}) + "\n" for row, answer in zip(rows, others, strict=True)]

@@ -47,7 +47,6 @@ class Soak:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line; see the text above."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=240.0)
     parser.add_argument("--every", type=float, default=60.0, help="seconds from a step after a start to a kill")
@@ -77,7 +76,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def of_steps(found: Mapping[str, object], last: int) -> dict[str, object]:
-    """Return what a run says of its steps until the last."""
     return {
         what: value
         for what, value in found.items()
@@ -131,7 +129,6 @@ def ranks_of(job: Job) -> list[psutil.Process]:
 
 
 def usage(job: Job) -> Usage:
-    """Measure the ranks of a job, and what processes leave on this machine."""
     found = dict.fromkeys(("memory", "threads", "files", "sockets"), 0.0)
     for rank in ranks_of(job):
         with suppress(psutil.NoSuchProcess), rank.oneshot():
@@ -144,7 +141,6 @@ def usage(job: Job) -> Usage:
 
 
 def growth(usages: Sequence[Usage]) -> dict[str, tuple[float, float]]:
-    """Return the means of the first and of the last third, by what was measured."""
     third = max(1, len(usages) // 3)
     return {
         name: (fmean(u[name] for u in usages[:third]), fmean(u[name] for u in usages[-third:])) for name in usages[0]
@@ -152,7 +148,6 @@ def growth(usages: Sequence[Usage]) -> dict[str, tuple[float, float]]:
 
 
 def report(soak: Soak, steps: int, different: Sequence[str]) -> None:
-    """Print what was found; exit with status 1 where it is not as it should be."""
     print(f"{soak.kills} kills, {soak.starts} starts, {steps} steps; processes left: {soak.left or 'none'}")
     failures = [f"different: {what}" for what in different] + [f"left behind: {command}" for command in soak.left]
     for name, (first, last) in growth(soak.usages).items():

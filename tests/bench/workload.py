@@ -45,7 +45,6 @@ def read_lengths(folder: Path) -> Lengths:
 
 
 def describe(lengths: Lengths) -> str:
-    """The distribution in one line."""
     drawn = sorted(length for group in lengths.values() for length in group)
     quantiles = ", ".join(f"{25 * q} %: {drawn[q * (len(drawn) - 1) // 4]}" for q in range(5))
     return f"{len(drawn)} responses, {sum(drawn)} tokens, mean {sum(drawn) / len(drawn):.0f}; {quantiles}"

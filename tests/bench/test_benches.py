@@ -1,0 +1,100 @@
+"""Benches run what they say: settings, recipes and mutated lines are those of today's code."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from grpo_mp.algorithms.evaluation import Estimate, EvalScore
+from grpo_mp.config import load_pipeline, load_settings
+from grpo_mp.pipeline.stages import make_jobs
+from grpo_mp.planner.clusters import Efficiency
+from grpo_mp.planner.memory import SubPhase
+from grpo_mp.planner.plan import make_plan
+from tests.bench import learning_curves, ppo_beside_grpo, r1_stages
+from tests.bench.mutations import MUTATIONS, ROOT, Mutation
+from tests.bench.published_steps import PublishedStep, read_steps, rows_of
+from tests.bench.quickstart_run import CONFIG
+
+PAGE = ROOT / "grpo_mp" / "planner" / "README.md"
+
+
+@pytest.mark.parametrize("each", MUTATIONS, ids=lambda each: each.package)
+def test_the_line_is_there_once_and_its_mutation_is_python(each: Mutation) -> None:
+    text = (ROOT / "grpo_mp" / each.file).read_text()
+    assert text.count(each.original) == 1
+    compile(text.replace(each.original, each.mutated), each.file, "exec")
+    assert (ROOT / "tests" / each.package).is_dir()
+
+
+def test_ten_presets_differ_in_their_settings_alone() -> None:
+    def settings(preset: str) -> dict[str, Any]:
+        overrides = [f"algorithm={preset}", *learning_curves.always()]
+        return load_settings(Path(CONFIG), overrides).model_dump(mode="json")
+
+    resolved = {preset: settings(preset) for preset in learning_curves.PRESETS}
+    algorithms = [str(one.pop("algorithm") | {"preset": ""}) for one in resolved.values()]
+    assert len(resolved) == len({*algorithms}) == 10
+    resolved["dapo"]["reward"]["overlong"] = resolved["grpo"]["reward"]["overlong"]  # a part of it
+    assert all(one == resolved["grpo"] for one in resolved.values())
+    assert resolved["grpo"]["training"]["updates_per_step"] > 1
+
+
+def test_ppo_and_its_rivals_differ_in_the_algorithm_and_the_critic_alone() -> None:
+    presets = ppo_beside_grpo.PRESETS
+    of_preset = {name: load_settings(Path(CONFIG), ppo_beside_grpo.overrides(name, 40, 10)) for name in presets}
+    assert {name for name, settings in of_preset.items() if settings.critic} == {"ppo"}
+    assert {settings.algorithm.kl.coef for settings in of_preset.values()} == {0.02}
+    rest = [settings.model_dump(exclude={"algorithm", "critic"}) for settings in of_preset.values()]
+    assert all(each == rest[0] for each in rest)
+
+
+def test_a_seed_of_r1_has_the_stages_of_the_recipe_and_two_beside_them(tmp_path: Path) -> None:
+    recipe, file = r1_stages.CONFIG.read_text(), tmp_path / "pipeline.yaml"
+    file.write_text(r1_stages.make_pipeline(recipe, 3))
+    jobs = {job.name: job for job in make_jobs(load_pipeline(file, []), file)}
+    names = [*yaml.safe_load(recipe)["stages"], "zero", "sft_alone"]
+    assert [name for name in jobs if not name.startswith("evaluate ")] == names
+    assert all(job.settings["run.seed"] == 3 for job in jobs.values())
+    assert jobs["reasoning"].settings["model.path"] == "runs/tiny_r1_seed3/cold_start/final"
+    assert jobs["zero"].settings["model.path"] == "checkpoints/tiny_r1_seed3_base"
+    assert (jobs["cold_start"].settings["sft.epochs"], jobs["sft_alone"].settings["sft.epochs"]) == (3, 6)
+    paths = [word for job in jobs.values() for word in str(job).split("'") if "tiny_r1" in word]
+    assert paths
+    assert all("tiny_r1_seed3" in path for path in paths)
+
+
+def test_a_row_of_r1_is_the_mean_over_seeds() -> None:
+    def score(accuracy: float) -> EvalScore:
+        return EvalScore(accuracy, 1.0, 9.0, pass_at={4: Estimate(1.0, 0.0)}, reward_terms={"boxed": 0.5})
+
+    seeds = [{"base": score(0.0), "zero": score(accuracy), "sft_alone": score(0.5)} for accuracy in (0.25, 0.75)]
+    table = r1_stages.make_table(seeds)
+    assert list(table.columns[1].cells) == ["0.0 ± 0.0", "50.0 ± 35.4", "50.0 ± 0.0"]
+
+
+@pytest.fixture(scope="module")
+def steps() -> list[PublishedStep]:
+    return read_steps()
+
+
+def test_half_of_the_published_steps_check_the_rates(steps: list[PublishedStep]) -> None:
+    fitted = [step for step in steps if step.fitted]
+    assert len(fitted) in (len(steps) // 2, (len(steps) + 1) // 2)
+    assert {step.job.world_size for step in steps} >= {16, 32, 96, 128, 256}
+
+
+def test_the_page_has_the_table_of_published_steps(steps: list[PublishedStep]) -> None:
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    assert not [row for row in rows_of(steps) if f"| {' | '.join(row)} |" not in lines]
+
+
+def test_rates_and_weight_sync_count(steps: list[PublishedStep]) -> None:
+    step = next(step for step in steps if step.name.startswith("Llama"))
+    half = Efficiency(matmul=0.15, device_memory=0.3, link=0.35)
+    assert step.expected_s("train", half) == pytest.approx(2 * step.expected_s("train"), rel=0.02)
+    assert step.expected_s("step", half) < 2 * step.expected_s("step")
+    plan = make_plan(step.job)
+    assert step.expected_s("step") == pytest.approx(plan.step_s - plan.times[SubPhase.CHECK].expected_s)
+    assert plan.times[SubPhase.SYNC].expected_s > 1
