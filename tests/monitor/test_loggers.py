@@ -1,7 +1,6 @@
 """What the loggers leave on disk, read back by TensorBoard's own reader and by json."""
 
 import errno
-import json
 import math
 import os
 import re
@@ -69,32 +68,6 @@ def test_charts_are_arranged_in_tensorboard(tmp_path: Path) -> None:
     ):
         assert all(any(re.fullmatch(tag, name) for tag in charts[title]) for name in shown), title
         assert not any(re.fullmatch(tag, other) for tag in charts[title]), title
-
-
-def test_all_kinds_come_back(tmp_path: Path) -> None:
-    with opened(tmp_path) as loggers:
-        write_scalars(loggers, 0, {"eval/arithmetic/accuracy": 0.25})
-        write_metrics(
-            loggers,
-            1,
-            {"reward/mean": 0.5, "train/lr": 1e-6},
-            {"reward/values": [0.0, 0.5, 1.5, 1.5], "train/advantages": []},
-            {"rollout/samples": "**two**"},
-        )
-        loggers[0].image(1, "eval/pass_at_k", Figure(figsize=(2.0, 1.0), dpi=100))
-    assert curve(tmp_path, "reward/mean") == [(1, 0.5)]
-    assert curve(tmp_path, "eval/arithmetic/accuracy") == [(0, 0.25)]
-    (histogram,) = events(tmp_path).Histograms("reward/values")
-    assert (histogram.histogram_value.num, histogram.histogram_value.sum) == (4, 3.5)
-    (text,) = events(tmp_path).Tensors("rollout/samples/text_summary")
-    assert text.tensor_proto.string_val[0] == b"**two**"
-    (image,) = events(tmp_path).Images("eval/pass_at_k")
-    assert (image.width, image.height) == (200, 100)
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert lines == [
-        {"step": 0, "eval/arithmetic/accuracy": 0.25},
-        {"step": 1, "reward/mean": 0.5, "train/lr": 1e-6},
-    ]
 
 
 def test_what_a_checkpoint_counts_on_outlives_a_kill(tmp_path: Path) -> None:

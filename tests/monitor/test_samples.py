@@ -10,7 +10,6 @@ import numpy as np
 from grpo_mp.algorithms.evaluation import EvalScore, step_file, write_scores
 from grpo_mp.monitor.samples import (
     drop_later_files,
-    evenly_spaced,
     sample_lines,
     samples_to_markdown,
     write_eval_samples,
@@ -97,10 +96,3 @@ def test_answers_to_an_eval_set_stand_beside_its_name_and_replace_those_of_the_s
         write_eval_samples(tmp_path, 20, {"a": [make_group(0)], "b": [make_group(1)]})
     rows = [json.loads(line) for line in (tmp_path / "samples" / "eval_000020.jsonl").read_text().splitlines()]
     assert [row["set"] for row in rows] == ["a"] * 3 + ["b"] * 3
-
-
-def test_spread_is_even_and_never_repeats() -> None:
-    groups = [make_group(i) for i in range(7)]
-    assert evenly_spaced(groups, 0) == []
-    assert evenly_spaced(groups, 9) == groups
-    assert [g.prompt.index for g in evenly_spaced(groups, 3)] == [0, 2, 4]

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_mp.monitor.metrics import find_metric
-from grpo_mp.monitor.timeline import Span, StepSummary, covered_ns, reduce_over_ranks, step_scalars, summarize
+from grpo_mp.monitor.timeline import Span, StepSummary, reduce_over_ranks, summarize
 
 NAMES = ("GENERATE", "SCORE", "TRAIN", "WAIT")
 SPANS = st.lists(
@@ -35,11 +34,6 @@ def test_summary_equals_counting_each_nanosecond(spans: list[Span], start: int, 
     assert abs(Fraction(summary.idle_share) - Fraction(waiting, wall)) <= Fraction(3, 2**53) * (1 + Fraction(1, 2**50))
 
 
-def test_covered_counts_overlaps_once() -> None:
-    assert covered_ns([(0, 10), (2, 4), (8, 12), (20, 21)]) == 13
-    assert covered_ns([]) == 0
-
-
 def test_the_slowest_rank_s_seconds_and_the_mean_shares() -> None:
     first = StepSummary(2.0, {"TRAIN": 1.0}, idle_share=0.5, overhead_share=0.1)
     second = StepSummary(3.0, {"TRAIN": 0.5, "SYNC": 0.2}, idle_share=0.0, overhead_share=0.3)
@@ -47,10 +41,3 @@ def test_the_slowest_rank_s_seconds_and_the_mean_shares() -> None:
     assert (reduced.wall_s, reduced.seconds) == (3.0, {"SYNC": 0.2, "TRAIN": 1.0})
     assert reduced.idle_share == pytest.approx(0.25)
     assert reduced.overhead_share == pytest.approx(0.2)
-
-
-def test_scalars_are_in_the_dictionary() -> None:
-    scalars = step_scalars(summarize([Span("GENERATE", 0, 6), Span("WAIT", 4, 6)], 0, 8))
-    assert scalars["time/generate_s"] == pytest.approx(6e-9)
-    assert scalars["time/overhead_share"] == pytest.approx(0.25)
-    assert all(find_metric(name, "scalar") for name in scalars)

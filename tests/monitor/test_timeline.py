@@ -49,16 +49,6 @@ def test_spans_nest_on_a_named_lane(tmp_path: Path) -> None:
     assert timeline.take() == ()
 
 
-def test_span_ends_when_the_body_raises(tmp_path: Path) -> None:
-    timeline = Timeline(tmp_path, rank=0)
-    try:
-        with timeline.span("TRAIN"):
-            raise KeyError("x")
-    except KeyError:
-        timeline.close()
-    assert balanced(json.loads(trace_path(tmp_path, 0).read_text()))
-
-
 def test_killed_process_leaves_a_trace_that_a_resumed_one_extends(tmp_path: Path) -> None:
     script = (
         "import os, signal, sys; from pathlib import Path; from grpo_mp.monitor.timeline import Timeline\n"
