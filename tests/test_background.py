@@ -8,19 +8,6 @@ from grpo_mp.utils.background import BackgroundTask
 from grpo_mp.utils.errors import PhaseTimeout
 
 
-def test_a_wait_ends_once_the_function_has_ended() -> None:
-    go, names = threading.Event(), list[str]()
-
-    def work() -> None:
-        assert go.wait(60.0)
-        names.append(threading.current_thread().name)
-
-    task = BackgroundTask(work, "the task")
-    go.set()
-    task.wait(0, "SAVE", 60.0)
-    assert names == ["the task"]
-
-
 def test_an_error_is_raised_as_itself() -> None:
     error = KeyError("lost")
 

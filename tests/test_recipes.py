@@ -48,12 +48,6 @@ def test_files_that_a_recipe_names_are_there(path: Path) -> None:
         assert (path.parents[1] / name).is_file(), name
 
 
-def test_there_are_recipes() -> None:
-    assert RL
-    assert SFT
-    assert PIPELINES
-
-
 @pytest.mark.parametrize("path", [*RL, *SFT], ids=lambda path: path.stem)
 def test_a_recipe_loads(path: Path, tmp_path: Path) -> None:
     settings = load_any_settings(path)

@@ -70,21 +70,7 @@ def test_a_file_is_relative_to_the_working_directory_and_loaded_once(file: str) 
 @pytest.mark.parametrize(
     ("kind", "name", "args", "sentence"),
     [
-        (
-            "policy loss",
-            "clp",
-            {},
-            "x.y: unknown policy loss 'clp' (did you mean clip?): there are clip, cispo, sapo, gmpo, vespo, "
-            "unclipped; or "
-            "write module:function or path/file.py:function",
-        ),
         ("group filter", "own.py:kep", {}, "x.y 'own.py:kep': own.py has no kep (did you mean keep?)"),
-        (
-            "group filter",
-            "own.py:none_at_all",
-            {},
-            "x.y 'own.py:none_at_all': as group filter it is called with (samples): too many positional arguments",
-        ),
         (
             "group filter",
             "own.py:keep",

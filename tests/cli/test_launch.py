@@ -3,12 +3,9 @@
 import os
 import shlex
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from grpo_mp.cli import slurm_nodes as nodes
-from grpo_mp.cli import slurm_task as task
 from tests.cli.command import run_command
 
 ROOT = Path(__file__).parents[2]
@@ -94,15 +91,3 @@ def test_launch_without_slurm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     monkeypatch.setenv("PATH", "")
     result = run_command(capsys, "launch", "configs/tiny_moe.yaml")
     assert (result.status, result.err.startswith("error: sbatch is not on this machine")) == (2, True)
-
-
-@pytest.mark.parametrize("module", [nodes, task])
-def test_a_task_without_arguments(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", [module.__name__])
-    monkeypatch.setattr("signal.pthread_sigmask", lambda *_: None)  # of this process
-    with pytest.raises(SystemExit) as raised:
-        module.main()
-    assert raised.value.code == 2
-    assert "the following arguments are required: attempt" in capsys.readouterr().err

@@ -12,8 +12,6 @@ from grpo_mp.cli.main import main
 from grpo_mp.doctor import machine
 from grpo_mp.platform import machine_check
 from grpo_mp.platform.machine_check import (
-    check_host_memory,
-    check_shared_memory,
     check_versions,
 )
 from grpo_mp.trainer.job import describe_findings
@@ -64,12 +62,6 @@ def test_gpus_in_good_order(gpus: Gpus) -> None:
     (found,) = machine.check_devices(2)
     assert (found.sentence, found.level) == ("2 GPUs", Level.OK)
     assert found.evidence[1] == "GPU 0: NVIDIA H100"
-
-
-def test_different_gpus(gpus: Gpus) -> None:
-    gpus("NVIDIA H100", "NVIDIA A100")
-    sentence = "different GPUs in one machine: NVIDIA H100, NVIDIA A100"
-    assert levels([*machine.check_devices(2)])[sentence] is Level.WARNING
 
 
 def test_a_gpu_that_another_process_uses_is_an_error(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,13 +116,6 @@ def test_packages_that_are_there_and_do_not_load(tmp_path: Path, monkeypatch: py
     assert machine.import_failure("json") == ""
 
 
-def test_what_a_gpu_run_cannot_do_without(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus()
-    monkeypatch.setattr(machine, "find_spec", lambda _: None)
-    errors = [each.sentence for each in machine.check_kernels() if each.level is Level.ERROR]
-    assert errors == [f"{name} is not installed" for name in ("transformer_engine", "torch_memory_saver", "sgl_kernel")]
-
-
 def test_versions_beside_the_tested_set() -> None:
     cpu, cuda = machine_check.tested_versions(cuda=False), machine_check.tested_versions(cuda=True)
     assert len(cuda["torch"]) == 1
@@ -140,16 +125,6 @@ def test_versions_beside_the_tested_set() -> None:
     assert finding.sentence == "not of the tested set: torch 1.0"
     assert finding.evidence == [f"torch 1.0, tested is {' or '.join(cpu['torch'])}"]
     assert not [*check_versions({"torch": "1.0"}, {})]
-
-
-def test_memory() -> None:
-    assert [each.level for each in check_shared_memory(2**20, cuda=False)] == [Level.ERROR]
-    assert [each.level for each in check_shared_memory(2**26, cuda=True)] == [Level.WARNING]
-    assert not [*check_shared_memory(2**26, cuda=False), *check_shared_memory(2**31, cuda=True)]
-    assert [each.sentence for each in check_host_memory(GIB, 24 * GIB)] == [
-        "only 1.0 of 24.0 GiB of host memory are free"
-    ]
-    assert not [*check_host_memory(3 * GIB, 24 * GIB)]
 
 
 def test_each_finding_of_a_start_is_one_note() -> None:

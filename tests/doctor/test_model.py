@@ -70,7 +70,6 @@ def test_every_family_is_compared_at_every_point(family: str, make_model: MakeMo
 @pytest.mark.parametrize(
     ("name", "point"),
     [
-        ("model.embed_tokens.weight", "embedding"),
         ("model.layers.1.self_attn.o_proj.weight", "layer 1, after attention"),
         ("model.layers.2.mlp.experts.3.down_proj.weight", "layer 2, after its MLP"),
         ("model.layers.1.mlp.gate.weight", "layer 1, after its MLP"),
@@ -91,13 +90,6 @@ def test_the_first_wrong_place_is_named(
     (finding,) = diagnose_model("policy", run_policy(changed, tokens, dtype), reference, same, LAYERS)
     assert finding.level is Level.ERROR
     assert finding.sentence.startswith(f"the policy parts from transformers at: {point} (relative error ")
-
-
-def test_experts_that_differ_are_counted() -> None:
-    def chosen(*rows: list[int]) -> Activations:
-        return Activations({}, {1: torch.tensor(rows)}, torch.zeros(0))
-
-    assert expert_agreement(chosen([0, 1], [2, 3]), chosen([1, 0], [2, 5])) == {1: 0.75}
 
 
 def test_a_value_that_is_not_finite_is_an_error(make_model: MakeModel) -> None:
@@ -142,7 +134,6 @@ def test_policy_and_engine_agree_with_transformers(
     [
         (["missing"], "missing"),
         (["--length", "1"], "--length 1: the model takes 2 to 1024 tokens"),
-        (["--length", "5000"], "--length 5000: the model takes 2 to 1024 tokens"),
     ],
 )
 def test_what_cannot_be_run_is_refused(

@@ -34,14 +34,9 @@ def test_oldest_error_file_is_the_failure(tmp_path: Path) -> None:
 def test_killed_rank_is_known_from_srun(tmp_path: Path) -> None:
     (tmp_path / "srun.log").write_text(SRUN_LOG)
     (tmp_path / "rank_5.log").write_text("step 3\n")
+    write_error(tmp_path, 0, "error: engine 0: the connection failed", time=100)  # after it, and does not count
     failure = first_failure(tmp_path)
     assert (failure.rank, failure.reason, failure.last_lines) == (5, "Killed on n2", ("step 3",))
-
-
-def test_errors_after_a_kill_do_not_count(tmp_path: Path) -> None:
-    (tmp_path / "srun.log").write_text(SRUN_LOG)
-    write_error(tmp_path, 0, "error: engine 0: the connection failed", time=100)
-    assert first_failure(tmp_path).reason == "Killed on n2"
 
 
 NOT_STARTED = """srun: error: Task launch for StepId=7.1 failed on node n2: Communication connection failure

@@ -108,26 +108,13 @@ def test_port_in_use_is_named(submit: Submit) -> None:
     assert (job.exit_status, job.remaining_processes()) == (2, [])
 
 
-@pytest.fixture
-def bad_second_node(tmp_path: Path) -> str:
-    """A site's hook that puts a wrapper in front of ranks, which shows another torch on the second node."""
+def test_a_spare_takes_the_place_of_a_bad_node(submit: Submit, tmp_path: Path) -> None:
+    """A site's hook puts a wrapper in front of ranks, which shows another torch on the second node."""
     (tmp_path / "torch-9.9.dist-info").mkdir()
     (tmp_path / "torch-9.9.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9\n")
     (tmp_path / "wrapper.sh").write_text(WRAPPER.format(folder=tmp_path))
     (tmp_path / "site.sh").write_text(f"inside=(bash {tmp_path / 'wrapper.sh'})\n")
-    return str(tmp_path / "site.sh")
-
-
-def test_a_bad_node_without_a_spare_ends_the_job_and_is_named(submit: Submit, bad_second_node: str) -> None:
-    job = submit("run.steps=1", SITE=bad_second_node)
-    job.wait_end()
-    assert "bad node n2: it has torch 9.9" in job.log
-    assert "submit it again with --exclude=n2, or with --spares; the run resumes" in job.log
-    assert (job.exit_status, job.remaining_processes()) == (2, [])
-
-
-def test_a_spare_takes_the_place_of_a_bad_node(submit: Submit, bad_second_node: str) -> None:
-    job = submit("run.steps=1", "run.export=false", spares=1, SITE=bad_second_node)
+    job = submit("run.steps=1", "run.export=false", spares=1, SITE=str(tmp_path / "site.sh"))
     job.wait_end()
     assert "bad node n2: it has torch 9.9" in job.log, job.log
     assert "  n3: ranks 1-1; " in job.log, job.log

@@ -1,15 +1,11 @@
 """The lines of charts: which points are kept, what tells them apart."""
 
 import math
-from dataclasses import replace
-from pathlib import Path
-from xml.etree import ElementTree
 
 from grpo_mp.monitor.curves import Curve
-from grpo_mp.monitor.report.charts import DASHES, LINES, Chart, Series
+from grpo_mp.monitor.report.charts import DASHES, LINES
 from grpo_mp.monitor.report.curves import POINTS, chart_of, downsample
 from grpo_mp.monitor.run_folder import RunRecords
-from tests.bench.picture import write_charts
 
 
 def test_downsampling_keeps_ends_extremes_and_gaps() -> None:
@@ -30,10 +26,3 @@ def test_many_runs_are_told_apart() -> None:
     runs = [RunRecords(f"run{i}", {}, lines, {}, {}) for i in range(20)]
     series = chart_of(Curve("a", "", {"": "a/*"}), runs).series
     assert len(series) == len({(one.color % LINES, one.dash % len(DASHES)) for one in series}) == 40
-
-
-def test_charts_of_the_same_lines_share_a_key(tmp_path: Path) -> None:
-    chart = Chart("A", "nats", (Series("first", (1, 2), (3.0, 4.0)), Series("second", (), ())))
-    write_charts([chart, replace(chart, title="B")], tmp_path / "both.svg")
-    texts = [text.strip() for text in ElementTree.parse(tmp_path / "both.svg").getroot().itertext()]
-    assert [texts.count(text) for text in ("A", "B", "first", "second")] == [1, 1, 1, 1]
