@@ -12,17 +12,21 @@ LIBRARY_USERS = {
 
 
 def imports(file: Path) -> set[str]:
-    """First names of all modules that a file imports, anywhere in it."""
-    libraries = set()
+    """Dotted names of all that a file imports, anywhere in it."""
+    found = set()
     for node in ast.walk(ast.parse(file.read_text())):
-        names = [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
-        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        libraries |= {name.partition(".")[0] for name in names}
-    return libraries
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found
 
 
 def test_each_library_stays_in_its_packages() -> None:
-    imported = {str(file.relative_to(PACKAGE)): imports(file) for file in PACKAGE.rglob("*.py")}
+    imported = {
+        str(file.relative_to(PACKAGE)): {name.partition(".")[0] for name in imports(file)}
+        for file in PACKAGE.rglob("*.py")
+    }
     outside = [
         f"{file} imports {library}"
         for library, packages in LIBRARY_USERS.items()
@@ -63,18 +67,8 @@ ORDER = (
 
 
 def imported_packages(file: Path) -> set[str]:
-    """Subpackages and modules of grpo_mp that a file imports, anywhere in it."""
-    packages = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module == PACKAGE.name:
-            packages |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            package, _, rest = node.module.partition(".")
-            packages |= {rest.partition(".")[0]} if package == PACKAGE.name else set()
-        elif isinstance(node, ast.Import):
-            names = (alias.name.split(".") for alias in node.names)
-            packages |= {parts[1] for parts in names if parts[0] == PACKAGE.name and len(parts) > 1}
-    return packages
+    """Subpackages and modules of grpo_mp that a file imports."""
+    return {name.split(".")[1] for name in imports(file) if name.startswith(f"{PACKAGE.name}.")}
 
 
 def package_of(file: Path) -> str:

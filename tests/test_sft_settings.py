@@ -10,7 +10,6 @@ import yaml
 from grpo_mp.config import (
     SftSettings,
     check_sft_settings,
-    dump_settings,
     load_any_settings,
     load_settings,
     load_sft_settings,
@@ -68,12 +67,6 @@ def test_a_file_is_of_the_kind_that_its_section_sft_says(tmp_path: Path) -> None
         load_settings(of_sft)
     with pytest.raises(UserError, match="belongs to RL"):
         load_sft_settings(of_rl)
-
-
-def test_resolved_settings_are_read_back_equal(tmp_path: Path) -> None:
-    settings = settings_of(data={"train": {"a": {"path": "a.jsonl", "weight": 2}, "b": "b.parquet"}})
-    (tmp_path / "settings.yaml").write_text(dump_settings(settings))
-    assert load_sft_settings(tmp_path / "settings.yaml") == settings
 
 
 @pytest.mark.parametrize(("epochs", "steps", "expected"), [(2, 0, 25), (2, 7, 7), (2, 30, 25), (None, 30, 30)], ids=str)

@@ -1,14 +1,12 @@
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from grpo_mp.rewards.base import RewardError, run_with_timeout
-from grpo_mp.utils.user_code import no_exit
 
 
 class TooLateError(Exception):
@@ -65,24 +63,6 @@ def test_threads_have_handlers_and_alarms_of_their_own() -> None:
     assert run_with_timeout(state, 60.0) == expected == run_with_timeout(state, 60.0)
     assert signal.getsignal(signal.SIGALRM) == handler
     assert (signal.getitimer(signal.ITIMER_REAL)[0] > 0) == (left > 0)  # a limit of this test run, if it has one
-
-
-def test_threads_without_user_code_have_the_signals_as_before() -> None:
-    with no_exit():
-        before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        assert signal.signal(signal.SIGUSR1, before) is signal.SIG_IGN
-    errors: list[Exception] = []
-
-    def other() -> None:
-        try:
-            signal.signal(signal.SIGALRM, signal.SIG_IGN)
-        except ValueError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    thread.join()
-    assert "main thread" in str(errors[0])
 
 
 FORKS = """

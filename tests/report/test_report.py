@@ -12,7 +12,6 @@ import yaml
 from grpo_mp.cli.main import main
 from grpo_mp.config.load import check_settings, dump_settings
 from grpo_mp.monitor.curves import CURVES
-from grpo_mp.monitor.report.answers import CHARACTERS, shortened
 from grpo_mp.monitor.report.charts import Chart, legend
 from grpo_mp.monitor.report.page import build_report, render
 from grpo_mp.monitor.report.tables import settings_tables
@@ -238,8 +237,14 @@ def test_the_picture_of_the_readme_is_drawn_by_the_report(tmp_path: Path) -> Non
     assert picture.stat().st_size < 200_000
 
 
-def test_long_texts_are_cut_in_the_middle() -> None:
-    text = shortened("a" * CHARACTERS + "b" * CHARACTERS)
-    assert (text[0], text[-1]) == ("a", "b")
-    assert f"[... {CHARACTERS:,} characters ...]" in text
-    assert shortened("a\ud800") == "a?"
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_values_that_are_too_large_to_draw_are_gaps(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 2)
+    far = [
+        metrics(step) | {"reward/mean": sign * 1e308, "time/step_s": 1e308} for step, sign in enumerate((1, -1, 1), 1)
+    ]
+    write_lines(run / "metrics.jsonl", [*far, {**metrics(4), "reward/mean": 10**400}, metrics(5)])  # type: ignore[list-item]
+    assert main(["report", str(run)]) == 0
+    near = [metrics(step) | {"reward/mean": (-1) ** step * 1e300, "time/train_s": 1e300} for step in range(1, 5)]
+    write_lines(run / "metrics.jsonl", near)  # type: ignore[arg-type]
+    assert main(["report", str(run)]) == 0
