@@ -14,7 +14,7 @@ import json
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ SEEDS = (0, 1, 2)
 ACCURACY = "eval/arithmetic/accuracy"
 LAG = "rollout/weight_version_lag/mean"
 EVAL_EVERY = 10
+Band = tuple[float, float | None]  # mean, and twice its standard error
 
 
 def main() -> None:
@@ -80,42 +81,43 @@ def run(cell: str, steps: int, out: Path) -> dict[str, Any]:
     return {"cell": cell, "steps": steps, "accuracy": curve, "lag": statistics.fmean(ages)}
 
 
+def by_name(cells: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Return the cells of each schedule, or preset: those of its seeds."""
+    named = defaultdict[str, list[dict[str, Any]]](list)
+    for cell in cells:
+        named[cell["cell"].split("/")[0]].append(cell)
+    return named
+
+
+def accuracies(cells: Iterable[dict[str, Any]]) -> list[str]:
+    """Return mean and range over seeds, by step."""
+    columns = zip(*(cell["accuracy"].values() for cell in cells), strict=True)
+    return [f"{statistics.fmean(one):.1%} ({min(one):.1%} to {max(one):.1%})" for one in columns]
+
+
 def show(cells: list[dict[str, Any]]) -> None:
     if not cells:
         return
-    steps = list(cells[0]["accuracy"])
-    curves = defaultdict[str, list[list[float]]](list)
-    for cell in cells:
-        curves[cell["cell"].split("/")[0]].append(list(cell["accuracy"].values()))
-    lags = defaultdict[str, list[float]](list)
-    for cell in cells:
-        lags[cell["cell"].split("/")[0]].append(cell["lag"])
-    table = Table(
-        "schedule", "seeds", "lag", *(f"step {step}" for step in steps), "twice the standard error of the last"
-    )
-    for schedule, runs in curves.items():
-        columns = list(zip(*runs, strict=True))
-        last = columns[-1]
+    steps = (f"step {step}" for step in cells[0]["accuracy"])
+    table = Table("schedule", "seeds", "lag", *steps, "twice the standard error of the last")
+    bands = {}
+    for schedule, seeds in by_name(cells).items():
+        last = [list(cell["accuracy"].values())[-1] for cell in seeds]
         error = 2 * statistics.stdev(last) / len(last) ** 0.5 if len(last) > 1 else None
-        texts = [f"{statistics.fmean(c):.1%} ({min(c):.1%} to {max(c):.1%})" for c in columns]
-        table.add_row(
-            schedule,
-            str(len(runs)),
-            f"{statistics.fmean(lags[schedule]):.2f}",
-            *texts,
-            "-" if error is None else f"{error:.1%}",
-        )
+        bands[schedule] = (statistics.fmean(last), error)
+        lag = statistics.fmean(cell["lag"] for cell in seeds)
+        said = "-" if error is None else f"{error:.1%}"
+        table.add_row(schedule, str(len(seeds)), f"{lag:.2f}", *accuracies(seeds), said)
     Console(width=180).print(table)
-    if apart := [name for name in NEAR if not _overlap(curves[name], curves["colocated"])]:
+    if apart := [name for name in NEAR if not _overlap(bands.get(name), bands.get("colocated"))]:
         sys.exit(f"apart from colocated: {', '.join(apart)}")
 
 
-def _overlap(runs: list[list[float]], others: list[list[float]]) -> bool:
-    bands = [[curve[-1] for curve in curves] for curves in (runs, others)]
-    if any(len(band) < 2 for band in bands):
+def _overlap(band: Band | None, other: Band | None) -> bool:
+    """Return whether two bands overlap; True where there are too few seeds for one."""
+    if band is None or other is None or band[1] is None or other[1] is None:
         return True
-    widths = [2 * statistics.stdev(band) / len(band) ** 0.5 for band in bands]
-    return abs(statistics.fmean(bands[0]) - statistics.fmean(bands[1])) <= sum(widths)
+    return abs(band[0] - other[0]) <= band[1] + other[1]
 
 
 if __name__ == "__main__":

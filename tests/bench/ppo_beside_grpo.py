@@ -12,7 +12,6 @@ of a critic: at this size the memory of a process varies by more.
 
 import argparse
 import statistics
-from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from rich.table import Table
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.job import make_job
-from tests.bench.learning_by_schedule import ACCURACY, SEEDS, read, run_cells
+from tests.bench.learning_by_schedule import ACCURACY, SEEDS, accuracies, by_name, read, run_cells
 from tests.bench.quickstart_run import CONFIG, make_model, train
 
 MIB = 2**20
@@ -86,9 +85,7 @@ def planned_bytes() -> float:
 
 
 def show(cells: Iterable[dict[str, Any]], planned: float) -> None:
-    by_preset = defaultdict[str, list[dict[str, Any]]](list)
-    for cell in cells:
-        by_preset[cell["cell"].split("/")[0]].append(cell)
+    by_preset = by_name(cells)
     if not by_preset:
         return
     samples = list(next(iter(by_preset.values()))[0]["accuracy"])
@@ -97,11 +94,10 @@ def show(cells: Iterable[dict[str, Any]], planned: float) -> None:
         *("generate s", "logprob s", "train s", "a rank's memory, MiB"),
     )
     for preset, runs in by_preset.items():
-        columns = zip(*(each["accuracy"].values() for each in runs), strict=True)
         table.add_row(
             preset,
             str(len(runs)),
-            *(f"{statistics.fmean(column):.1%} ({min(column):.1%} to {max(column):.1%})" for column in columns),
+            *accuracies(runs),
             *(f"{statistics.fmean(each['seconds'][name] for each in runs):.2f}" for name in TIMES),
             f"{memory_of(runs) / MIB:,.0f}",
         )
