@@ -1,6 +1,7 @@
 """Engines for the time of a test."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,3 +18,10 @@ def started_engine(spec: EngineSpec, log: Path) -> Iterator[EngineProcess]:
         yield process
     finally:
         process.stop()
+
+
+def wait_until(what: Callable[[], object], limit_s: float = 120.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

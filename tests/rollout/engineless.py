@@ -59,16 +59,17 @@ def make_runner(client: TextClient, function: str | None, **config: Any) -> Epis
     return EpisodeRunner(parts, engine, asyncio.Semaphore(4))
 
 
-def make_prompt(runner: EpisodeRunner, **columns: Any) -> Prompt:
-    return Prompt(4, "How many?", runner.parts.renderer.prompt([ASK]), columns=columns, messages=(ASK,))
+def make_prompt(runner: EpisodeRunner) -> Prompt:
+    return Prompt(4, "How many?", runner.parts.renderer.prompt([ASK]), messages=(ASK,))
 
 
-def roll_out(runner: EpisodeRunner, **columns: Any) -> Sample:
+def roll_out(runner: EpisodeRunner, prompt: Prompt | None = None) -> Sample:
     """Roll out one episode."""
 
     async def run() -> Sample:
         try:
-            (sample,) = await runner.run_group(make_prompt(runner, **columns), 7, 1, 1, SamplingParams(2000), None)
+            asked = prompt or make_prompt(runner)
+            (sample,) = await runner.run_group(asked, 7, 1, 1, SamplingParams(2000), None)
             return sample
         finally:
             await runner.parts.tools.close()

@@ -3,8 +3,6 @@
 import asyncio
 import json
 import threading
-import time
-from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,8 +16,7 @@ from grpo_mp.rollout import engine_load
 from grpo_mp.rollout.client import EngineClient, SamplingParams
 from grpo_mp.rollout.engine_load import EngineLoad, EnginePoll, append_load, load_file, read_loads
 from grpo_mp.rollout.server import EngineProcess
-
-LIMIT_S = 120.0
+from tests.engines import wait_until
 
 
 @dataclass
@@ -29,13 +26,6 @@ class Hosted:
     address: tuple[str, dict[str, str]] | None
     index: int = 3
     is_lost: bool = False
-
-
-def wait_until(what: Callable[[], object]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_a_real_engine_that_generates(engine: EngineProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -29,6 +28,7 @@ from grpo_mp.utils.background import EventLoopThread
 from grpo_mp.utils.errors import EngineError, UserError
 from grpo_mp.utils.types import Prompt
 from grpo_mp.weight_sync.transport import EngineLink
+from tests.engines import wait_until
 
 SERVER = """
 import http.server, json, os, sys
@@ -54,13 +54,6 @@ http.server.HTTPServer(("127.0.0.1", given["port"]), Handler).serve_forever()
 LIMIT_S = 120.0
 GONE = EngineError("engine 0: gone")
 Host = Callable[..., HostedEngine]
-
-
-def wait_until(what: Callable[[], object]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def children() -> list[int]:
