@@ -1,6 +1,5 @@
 """Files, settings and commands that a user gets wrong: one sentence each, and nothing is written."""
 
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -17,9 +16,7 @@ from grpo_mp.checkpoint.convert import to_megatron
 from grpo_mp.checkpoint.hf_reader import SINGLE_FILE, HfReader, check_tensors
 from grpo_mp.cli.main import main
 from grpo_mp.config import Settings, check_settings, load_settings
-from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.config.sections import LayoutConfig, ModelConfig, TrainingConfig
-from grpo_mp.data.prompts import load_prompts
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.policy.policy import check_policy
@@ -29,9 +26,7 @@ from tests.conftest import TinyRun
 from tests.minimal_settings import MINIMAL_SETTINGS
 from tools.tiny.models import make_tiny, make_tokenizer
 
-TOKENIZER = make_tokenizer(["How", "many", "apples"])
 GOOD = yaml.safe_dump(MINIMAL_SETTINGS).encode()
-ROW = {"question": "How many?", "answer": "3"}
 ROOT = Path(__file__).parents[2]
 
 
@@ -43,10 +38,6 @@ def refused(door: Callable[[], Any]) -> str:
     assert sentence.strip()
     assert "\n" not in sentence
     return sentence
-
-
-def row(**changes: Any) -> bytes:
-    return json.dumps(ROW | changes).encode() + b"\n"
 
 
 # -- settings ------------------------------------------------------------------------------------------------
@@ -116,41 +107,6 @@ def test_every_setting_refuses_values_of_other_types() -> None:
         for value in BAD[kind]:
             if value is not None or not may_be_null:
                 assert name in refused(lambda name=name, value=value: check_settings(with_value(name, value), "here"))
-
-
-# -- data ----------------------------------------------------------------------------------------------------
-
-ROWS = {
-    "empty": b"",
-    "an empty line": row() + b"\n" + row(),
-    "cut": row() + row()[:-10],
-    "an answer that is NaN": b'{"question": "x", "answer": NaN}\n',
-    "a prompt that is empty": row(question=""),
-    "a message of another role": row(question=[{"role": "root", "content": "x"}]),
-    "a last message that is the policy's": row(question=[{"role": "assistant", "content": "x"}]),
-    "only prompts that are too long": row(question="x" * 100),
-}
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_rows(name: str, tmp_path: Path) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_bytes(ROWS[name])
-    assert str(file) in refused(lambda: load_prompts(str(file), DataConfig(train="x"), TOKENIZER, 60))
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% for message in messages %}",
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-    ],
-)
-def test_chat_templates(template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TOKENIZER, "chat_template", template)
-    file = tmp_path / "rows.jsonl"
-    file.write_bytes(row())
-    refused(lambda: load_prompts(str(file), DataConfig(train="x"), TOKENIZER, 60))
 
 
 # -- model folders -------------------------------------------------------------------------------------------

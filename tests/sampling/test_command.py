@@ -113,15 +113,6 @@ def test_a_folder_of_other_weights_prompts_or_code_is_refused(own_run: TinyRun, 
         check_folder(job, with_prompts())
 
 
-def test_servers_of_rewards_may_move(own_run: TinyRun, tmp_path: Path) -> None:
-    def at(port: int) -> SamplingJob:
-        model = f"reward.model={{url: http://localhost:{port}, weight: 1.0}}"
-        return command(own_run.config, "--out", str(tmp_path), model)
-
-    begin(at(1))
-    check_folder(at(2), with_prompts())
-
-
 def test_a_folder_of_a_run_is_refused(tiny_run: TinyRun, tmp_path: Path) -> None:
     (tmp_path / METRICS).touch()
     with pytest.raises(UserError, match="holds a training run: choose another --out"):

@@ -14,7 +14,7 @@ from grpo_mp.trainer.sampling.filters import apply_filters, load_sample_filters
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import Sample
 from tests.minimal_settings import MINIMAL_SETTINGS
-from tests.sampling.groups import PROMPT, answer, group_of
+from tests.sampling.groups import answer, group_of
 
 REWARDS, LENGTHS = (0.0, 0.5, 1.0), (1, 2, 3)
 
@@ -40,11 +40,6 @@ def test_best_are_those_that_fewer_than_k_are_better_than(k: int) -> None:
         samples = [answer(index, length, reward=reward) for index, (reward, length) in enumerate(kinds)]
         expected = [s.index for s in samples if sum(is_better(other, s) for other in samples) < k]
         assert kept(samples, {"best": {"k": k}}) == expected
-
-
-def test_only_tokens_that_the_policy_generated_count() -> None:
-    samples = [answer(0, 4, generated=(True, False, False, True)), answer(1, 3)]
-    assert kept(samples, {"tokens": {"max": 2}}) == [0]
 
 
 def test_what_was_not_scored_is_not_among_the_best() -> None:
@@ -152,14 +147,3 @@ def test_arguments_are_checked_at_the_start(named: dict[str, Any], sentence: str
 def test_filters_are_a_list_or_a_mapping(filters: Any) -> None:
     with pytest.raises(UserError, match=r"test.yaml: sample.filters"):
         check_settings(MINIMAL_SETTINGS | {"sample": {"filters": filters}}, "test.yaml")
-
-
-def test_filters_see_the_prompt() -> None:
-    seen = []
-
-    def look(prompt: Any, samples: Sequence[Sample]) -> list[bool]:
-        seen.append((prompt, [sample.index for sample in samples]))
-        return [False] * len(samples)
-
-    assert apply_filters(group_of(answer(0), answer(1)), {"look": look, "again": look}, Counter()) == ()
-    assert seen == [(PROMPT, [0, 1])]

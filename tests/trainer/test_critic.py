@@ -71,15 +71,6 @@ def values_of(critic: Critic, batch: MicroBatch) -> list[float]:
     return found
 
 
-def test_a_reward_model_gives_the_scores_of_transformers(parallel: Parallel, model: Path, tmp_path: Path) -> None:
-    make_reward_model(tmp_path, model)
-    settings = settings_with(model, {"path": str(tmp_path)})
-    check_critic(settings, settings.model.read_config(), 1)
-    values = values_of(Critic(settings, parallel), packed(SEQUENCES))
-    assert values == pytest.approx(expected_scores(tmp_path, SEQUENCES), rel=1e-5)
-    assert len({round(value, 3) for value in values}) == len(values)
-
-
 def test_a_policy_becomes_a_critic_with_a_head_of_zeros(parallel: Parallel, model: Path) -> None:
     critic, policy = Critic(settings_with(model, {}), parallel), make_policy(model, parallel)
     assert values_of(critic, packed(SEQUENCES)) == [0.0] * len(SEQUENCES)

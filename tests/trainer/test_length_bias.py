@@ -1,7 +1,7 @@
 """Admission prefers no length: what is trained on is as long as what is launched, whoever is faster."""
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -17,13 +17,9 @@ import torch.distributed as dist
 from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.data.prompts import PromptSet
 from grpo_mp.rollout.client import EngineOutput, SamplingParams
-from grpo_mp.rollout.groups import LaunchedGroups
-from grpo_mp.rollout.stream import GroupStream
-from grpo_mp.rollout.worker import RolloutTask, RolloutWorker
-from grpo_mp.trainer.collect import RolloutBatch, RolloutCollector
-from grpo_mp.utils.types import Prompt, SampleGroup, SampleInfo
-from tests.trainer.test_collect import FakeScorer, FakeTokenizer, collector
-from tests.virtual_time import Running, VirtualTimeLoop
+from grpo_mp.trainer.collect import RolloutBatch
+from grpo_mp.utils.types import Prompt, SampleInfo
+from tests.trainer.test_collect import collector
 
 PROMPTS, STEPS, NEEDED, GROUP, SLOTS = 6000, 25, 64, 8, 64
 SHORTEST, LONGEST, TRAIN_S = 16, 512, 0.8
@@ -84,57 +80,28 @@ class SeededEngine:
         self._aborted = asyncio.Event()
 
 
-@dataclass
-class VirtualRollout:
-    """All engines of the job on one rank, in virtual time."""
-
-    engines: tuple[SeededEngine, ...]
-    loop: VirtualTimeLoop
-    routing: None = None
-    host_ranks = (0, 1)
-    client = object()  # they work
-
-    def ask_teacher(self, groups: list[SampleGroup]) -> list[SampleGroup]:
-        return groups
-
-    def score(self, groups: list[SampleGroup], step: int) -> list[SampleGroup]:
-        return groups
-
-    def begin(self, task: RolloutTask, stream: GroupStream) -> Running:
-        return Running(self.loop, self.loop.create_task(self._run(task, stream)))
-
-    async def _run(self, task: RolloutTask, stream: GroupStream) -> LaunchedGroups:
-        runs: list[Coroutine[Any, Any, LaunchedGroups]] = []
-        for place, engine in enumerate(self.engines):
-            parts: Any = (engine, FakeScorer(), FakeTokenizer(), 1e6, lambda error: None)
-            own = {number: group for number, group in task.carried.items() if number % 2 == place}
-            runs.append(RolloutWorker(*parts).run(replace(task, carried=own), stream, SLOTS))
-        return {number: group for groups in await asyncio.gather(*runs) for number, group in groups.items()}
-
-
 def train(
     group: dist.ProcessGroup, folder: Path, schedule: str, filter_: dict[str, Any], staleness: int
 ) -> tuple[list[RolloutBatch], set[int]]:
     """Collect the steps of a run; return them and the prompts that engines began."""
-    loop, delays = VirtualTimeLoop(), Random(0)
-    engines = (SeededEngine(0.002, delays), SeededEngine(0.003, delays))
+    delays = Random(0)
+    engines: list[Any] = [SeededEngine(0.002, delays), SeededEngine(0.003, delays)]
     sizes = {"prompts_per_step": NEEDED, "group_size": GROUP, "max_response_tokens": LONGEST}
-    job = SimpleNamespace(group=group)
-    stub = collector(job, [], SLOTS, filter_, schedule, STEPS, folder, max_staleness=staleness, **sizes)
+    more = {"virtual_time": True, "max_staleness": staleness, **sizes}
+    stub = collector(SimpleNamespace(group=group), engines, SLOTS, filter_, schedule, STEPS, folder, **more)
     prompts = PromptSet("test", tuple(Prompt(i, str(i), (i,)) for i in range(PROMPTS)), 0)
-    rollout: Any = VirtualRollout(engines, loop)
-    collect: RolloutCollector = replace(stub, prompts=prompts, rollout=rollout, group_filter=filter_half)
+    collect: Any = replace(stub, prompts=prompts, group_filter=filter_half)
     state, batches = TrainState(), list[RolloutBatch]()
     for step in range(1, STEPS + 1):
         batches.append(collect.collect(state, step))
         state = replace(batches[-1].state, step=step)
-        loop.run_until_complete(asyncio.sleep(TRAIN_S))
+        collect.rollout.loop.run(asyncio.sleep(TRAIN_S))
         if schedule == "one_step_off":
             collect.finish_generation()
         for engine in engines:
             engine.version = step
         collect.synced_step = step
-    loop.close()
+    collect.rollout.loop.close()
     return batches, engines[0].prompts | engines[1].prompts
 
 

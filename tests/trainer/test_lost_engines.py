@@ -5,26 +5,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
-from threading import Event
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
-from grpo_mp.batching.group_selection import AdmissionRule
 from grpo_mp.checkpoint.run_state import TrainState
-from grpo_mp.config import load_settings
-from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.rewards.scorer import Scorer
-from grpo_mp.rollout.client import SamplingParams
-from grpo_mp.rollout.groups import EndedGroup, PausedGroup, RunningGroup
-from grpo_mp.rollout.rollout import Rollout, RolloutParts
-from grpo_mp.rollout.stream import GroupStream
-from grpo_mp.rollout.worker import SCORES, RolloutTask
 from grpo_mp.utils.errors import EngineError, UserError
-from grpo_mp.utils.types import Prompt, SampleGroup
-from tests.conftest import TinyRun
+from grpo_mp.utils.types import SampleGroup
 from tests.rollout.fake_engine import FakeEngine
 from tests.trainer.test_collect import PROMPTS, MortalEngine, check_samples, collector, kept, run_steps
 
@@ -142,58 +129,3 @@ def test_groups_of_lost_engines_are_generated_once_by_others(
     assert lost
     in_order = [number % PROMPTS for number in range(2 * PROMPTS) if kept(number % PROMPTS)]
     assert trained == in_order[: len(trained)]
-
-
-def test_what_an_engine_that_is_lost_between_two_steps_has_finished_is_kept(tiny_run: TinyRun) -> None:
-    """Or only waits for its scores; the rest is given back, and ends at once, whatever else the loop waits for."""
-    settings = load_settings(tiny_run.config, [])
-    parts: Any = SimpleNamespace()
-    waits, scored, cancelled = Event(), Event(), Event()
-    prompts = [Prompt(number, "", (number,)) for number in range(5)]
-
-    async def end_as(group: EndedGroup) -> EndedGroup:
-        return group
-
-    async def get_scores() -> EndedGroup:
-        waits.set()
-        await asyncio.to_thread(scored.wait)
-        return SampleGroup(prompts[1], ())
-
-    async def go_on() -> EndedGroup:
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            cancelled.set()
-            raise
-        raise AssertionError
-
-    async def fail() -> EndedGroup:
-        raise EngineError("engine 0: gone")
-
-    async def carry() -> dict[int, RunningGroup]:
-        paused = PausedGroup(prompts[3])
-        groups = [end_as(SampleGroup(prompts[0], ())), get_scores(), go_on(), end_as(paused), fail()]
-        tasks = [
-            asyncio.create_task(group, name=SCORES if number == 1 else None) for number, group in enumerate(groups)
-        ]
-        await asyncio.wait([tasks[0], *tasks[3:]])
-        return {number: RunningGroup(generation) for number, generation in enumerate(tasks)}
-
-    given = RolloutParts(HfConfig.read(tiny_run.model), parts, Scorer(settings.reward, 16))
-    with Rollout(settings, given, 0, 1) as rollout:
-        rollout.engine = engine = parts
-        engine.client, engine.restart, engine.stop = None, lambda: None, lambda: None
-        carried = rollout.call(carry())
-        assert waits.wait(60.0)
-        stream = GroupStream(dist.HashStore(), "1", AdmissionRule(5, 5, 5), 2)
-        task = RolloutTask(prompts.__getitem__, 4, 0, 1, SamplingParams(4), carried=carried)
-        begun = rollout.begin(task, stream)
-        returned = [stream.take_returned()]
-        while returned == [None]:  # what has failed is given back first: then it waits for the scores
-            returned = [stream.take_returned()]
-        scored.set()
-        launched = begun.result(60.0)
-        assert launched == {0: SampleGroup(prompts[0], ()), 1: SampleGroup(prompts[1], ())}
-        assert stream.verdicts() == [(0, True), (1, True)]
-        assert {*returned, *(stream.take_returned() for _ in range(3))} == {2, 3, 4, None}
-        assert cancelled.wait(60.0)

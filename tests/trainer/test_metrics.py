@@ -11,15 +11,13 @@ from grpo_mp.algorithms.loss_metrics import MAXIMA, SUMS, compute_metrics
 from grpo_mp.batching.shared_prompts import SamplePrompt
 from grpo_mp.batching.step_batch import StepBatch
 from grpo_mp.batching.updates import PackingRule, plan_updates
-from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.monitor.metrics import find_metric
 from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.rewards.scorer import RewardStats
-from grpo_mp.trainer.collect import RolloutBatch
+from grpo_mp.trainer.generation_times import EngineWork, generation_times, slowest_rank_ratio
 from grpo_mp.trainer.metrics import (
-    collect_metrics,
     distributions,
     packed_tokens,
     reduce_report,
@@ -176,15 +174,6 @@ def test_samples_without_a_reward_count_in_lengths_alone() -> None:
     assert distributions([*INFOS[:3], *unscored], ())["reward/values"] == [1.5, 0.5, 0.0]
 
 
-def test_groups_are_those_that_the_step_trains_on() -> None:
-    """Of five that were launched the filter dropped one, and one was not needed."""
-    launched = tuple(info(group, index, 1.0, 5) for group in range(5) for index in range(2))
-    selected = tuple(one for one in launched if one.group_id in (0, 2, 3))
-    batch = RolloutBatch([], selected, launched, Counter(zero_std=1, surplus=1), RewardStats(), 0, 1.0, TrainState())
-    values = collect_metrics(batch)
-    assert (values["rollout/groups"], values["rollout/launched_groups"]) == (3, 5)
-
-
 def test_a_shared_prompt_is_one_packed_prompt() -> None:
     infos = [replace(info, group_id=7, prompt_tokens=11) for info in INFOS]
     lengths = [info.total_tokens for info in infos]
@@ -225,3 +214,23 @@ def test_what_the_rewards_met() -> None:
     }
     for name in values:
         assert find_metric(name, "scalar")
+
+
+def test_the_slowest_engine_and_the_tail() -> None:
+    fast = EngineWork(1000, (1.0, 2.0, 3.0, 4.0, 5.0, 5.0, 5.0, 5.0))  # 200 tokens/s
+    slow = EngineWork(500, (6.0, 10.0))  # 50 tokens/s; the ninth group of ten ends at 6 s, the last at 10 s
+    found = generation_times([fast, slow])
+    assert found == pytest.approx({"speed/slowest_engine_ratio": 0.25, "time/generate_tail_share": 0.4})
+    assert all(find_metric(name, "scalar") for name in found)
+
+
+def test_engines_without_groups_of_the_step_do_not_count() -> None:
+    idle = EngineWork(0, ())
+    assert generation_times([idle, EngineWork(10, (2.0, 2.0))])["speed/slowest_engine_ratio"] == 1.0
+    assert generation_times([idle]) == generation_times([EngineWork(7, (0.0,))]) == {}
+
+
+def test_the_slowest_rank_beside_the_median_one() -> None:
+    assert slowest_rank_ratio([1.0, 3.0]) == 3.0
+    assert slowest_rank_ratio([1.0, 2.0, 2.0, 3.0]) == 1.5
+    assert find_metric("time/slowest_rank_ratio", "scalar")

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,33 @@ from grpo_mp.config import dump_settings, load_settings
 from grpo_mp.sft import main as sft
 from grpo_mp.train import main
 from tests.conftest import TinyRun
-from tests.trainer.conftest import Refuse
+
+Refuse = Callable[..., str]
 
 
 @pytest.fixture
 def model(tiny_run: TinyRun, tmp_path: Path) -> Path:
     """A copy of the tiny checkpoint, to be damaged."""
     return Path(shutil.copytree(tiny_run.model, tmp_path / "model"))
+
+
+@pytest.fixture
+def refuse(tiny_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Refuse:
+    """Start with settings laid over the tiny run's; returns the one sentence that comes of it."""
+
+    def start(*overrides: str) -> str:
+        files = sorted(tmp_path.rglob("*"))
+        with pytest.raises(SystemExit) as raised:
+            main([str(tiny_run.config), f"run.folder={tmp_path / 'run'}", *overrides, "--dry-run", "--ranks", "2"])
+        out, err = capfd.readouterr()
+        assert raised.value.code == 2
+        assert out == ""
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1
+        assert sorted(tmp_path.rglob("*")) == files
+        return err.removeprefix("error: ").rstrip()
+
+    return start
 
 
 # -- settings ------------------------------------------------------------------------------------------------
@@ -38,6 +57,8 @@ def model(tiny_run: TinyRun, tmp_path: Path) -> Path:
     [
         ("rollout.group_sise=4", "unknown setting rollout.group_sise (did you mean rollout.group_size?)"),
         ("rollout.group_size=many", "rollout.group_size: expected an integer, found 'many'"),
+        ("layout.expert=3", "layout: expert_tensor x expert x pipeline = 3 does not divide the 2 ranks: "),
+        ("model.path=none", "(hf download OWNER/NAME --local-dir none)"),
         ("training.updates_per_step=3", "training.updates_per_step=3 does not divide the 16 samples of a step"),
         ("sync.bucket_bytes=4KiB", "a quarter of it is a round of the weight sync, and decoder.layers.0.mlp"),
         ("engine.args={mem_fraction: 0.5}", "engine.args.mem_fraction: the installed SGLang has no such argument (did"),
@@ -59,17 +80,6 @@ def test_settings(refuse: Refuse, override: str, sentence: str) -> None:
     assert sentence in refuse(override)
 
 
-@pytest.mark.parametrize(
-    ("layout", "ranks", "rule"),
-    [
-        ("expert=3", 2, "expert_tensor x expert x pipeline = 3 does not divide the 2 ranks"),
-        ("tensor=8", 8, "tensor=8 does not divide the 4 attention heads"),
-    ],
-)
-def test_an_impossible_layout(refuse: Refuse, layout: str, ranks: int, rule: str) -> None:
-    assert refuse(f"layout.{layout}", ranks=ranks).startswith(f"layout: {rule}: ")
-
-
 def test_ranks_that_were_not_started(tiny_run: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as raised:
         main([str(tiny_run.config), "--ranks", "2"])
@@ -77,27 +87,7 @@ def test_ranks_that_were_not_started(tiny_run: TinyRun, capfd: pytest.CaptureFix
     assert (raised.value.code, capfd.readouterr().err) == (2, f"error: {sentence}\n")
 
 
-def test_a_port_that_is_taken(
-    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        place = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
-        for name, value in {**place, "MASTER_ADDR": "127.0.0.1"}.items():
-            monkeypatch.setenv(name, str(value))
-        with pytest.raises(SystemExit) as raised:
-            main([str(tiny_run.config), f"run.folder={tmp_path / 'run'}", "layout.expert=2"])
-    assert raised.value.code == 2
-    assert f"error: MASTER_PORT={port} of 127.0.0.1 is taken" in capfd.readouterr().err
-    assert not (tmp_path / "run").exists()
-
-
 # -- model folders -------------------------------------------------------------------------------------------
-
-
-def test_a_model_folder_that_is_not_there(refuse: Refuse, tmp_path: Path) -> None:
-    refused = refuse(f"model.path={tmp_path / 'none'}")
-    assert f"(hf download OWNER/NAME --local-dir {tmp_path / 'none'})" in refused
 
 
 def test_a_safetensors_file_that_is_cut_short(refuse: Refuse, model: Path) -> None:

@@ -2,7 +2,6 @@
 
 import shutil
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -55,27 +54,11 @@ def folder(settings: Settings, hf: HfConfig, tmp_path: Path) -> Path:
     return tmp_path / "dump"
 
 
-def write(
-    folder: Path,
-    step: int,
-    shape: RolloutShape,
-    teacher: Sequence[tuple[float, ...]] = ((), ()),
-) -> None:
+def write(folder: Path, step: int, shape: RolloutShape) -> None:
     prompt = Prompt(0, "?", (1,))
-    samples = [
-        Sample(
-            10 * step + rank,
-            0,
-            (1,),
-            (2,),
-            (-1.0,),
-            (0,),
-            False,
-            teacher_logprobs=teacher[rank],
-        )
-        for rank in range(2)
+    groups = [
+        SampleGroup(prompt, (Sample(10 * step + rank, 0, (1,), (2,), (-1.0,), (0,), False),)) for rank in range(2)
     ]
-    groups = [SampleGroup(prompt, (sample,)) for sample in samples]
     infos = tuple(info for group in groups for info in sample_infos(group))
     for rank, group in enumerate(groups):
         batch = RolloutBatch([group], infos, infos, Counter(surplus=1), STATS, 0, 1.0, STATE)
@@ -111,19 +94,6 @@ def test_steps_before_a_damaged_checkpoint_are_replayed(
     step_file(folder, 1, 1).unlink()
     with pytest.raises(UserError, match="No such file"):
         missing.collect(TrainState(step=0), 1)
-
-
-def test_distillation_needs_what_the_teacher_said_of_all_ranks_samples(
-    folder: Path, tiny_run: TinyRun, hf: HfConfig
-) -> None:
-    distils = ["run.steps=2", "algorithm.distillation={teacher: {url: 'http://x'}}"]
-    settings = load_settings(tiny_run.config, distils)
-    sentence = "step 2 has no logprobs of a teacher: leave out algorithm.distillation"
-    for step, teacher in ((1, ((-2.0,), (-3.0,))), (2, ((-2.0,), ()))):
-        write(folder, step, RolloutShape.of(settings, hf), teacher)
-    assert sentence in refusal(folder, settings, hf)
-    write(folder, 2, RolloutShape.of(settings, hf), ((-2.0,), (-3.0,)))
-    assert open_replay(folder, settings, hf, first=1)
 
 
 def refusal(folder: Path, settings: Settings, hf: HfConfig) -> str:

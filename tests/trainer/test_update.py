@@ -63,19 +63,10 @@ def test_epochs_reuse_samples_and_old_logprobs_of_the_first(tiny_run: TinyRun, p
         assert torch.equal(ours, theirs)
 
 
-def test_one_part_passed_over_twice_measures_its_old_logprobs(tiny_run: TinyRun, parallel: Parallel) -> None:
-    once = make_trainer(tiny_run, parallel, "training.updates_per_step=1")
-    twice = make_trainer(tiny_run, parallel, "training.updates_per_step=1", "training.epochs=2")
-    assert all(batch.old_logprobs is None for update in once.compute_logprobs() for batch in update)
-    assert all(batch.old_logprobs is not None for update in twice.compute_logprobs() for batch in update)
-
-
 @pytest.mark.parametrize(
     ("overrides", "passes"),
     [
-        (["algorithm.old_logprobs=recomputed"], True),
         (["algorithm.old_logprobs=engine"], False),
-        (["algorithm.old_logprobs=engine", "training.epochs=3"], False),
         (["algorithm.old_logprobs=engine", "algorithm.entropy.top_quantile=0.5"], True),
         (["algorithm=rloo", "algorithm.old_logprobs=engine"], False),
     ],
