@@ -55,23 +55,17 @@ def make_farm(folder: Path, group: dist.ProcessGroup, engines: Sequence[FakeEngi
     return SampleFarm(settings, prompts, parts, GroupJournal(folder / GROUPS, 0))
 
 
-def answers(folder: Path) -> dict[int, SampleGroup]:
-    groups = {}
-    for prompt, record in read_recorded(folder, PROMPTS).items():
+def check_answers(folder: Path, prompts: Sequence[int] = range(PROMPTS)) -> None:
+    """Every prompt has the answers that an engine gives which was never disturbed."""
+    recorded = read_recorded(folder, PROMPTS)
+    assert sorted(recorded) == sorted(prompts)
+    for prompt, record in recorded.items():
         loaded = load(record, Prompt(prompt, str(prompt), (prompt,)))
         assert loaded
         assert isinstance(loaded[0], SampleGroup)
-        groups[prompt] = loaded[0]
-    return groups
-
-
-def check_answers(folder: Path, prompts: Sequence[int] = range(PROMPTS)) -> None:
-    """Every prompt has the answers that an engine gives which was never disturbed."""
-    groups = answers(folder)
-    assert sorted(groups) == sorted(prompts)
-    for prompt, group in groups.items():
-        assert [(sample.group_id, sample.index) for sample in group.samples] == [(prompt, i) for i in range(GROUP)]
-        for sample in group.samples:
+        samples = loaded[0].samples
+        assert [(sample.group_id, sample.index) for sample in samples] == [(prompt, i) for i in range(GROUP)]
+        for sample in samples:
             length = draw_length(prompt, sample.index, LONGEST)
             assert sample.tokens == tuple(token_of(prompt, sample.index, place) for place in range(length))
 

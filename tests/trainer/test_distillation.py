@@ -18,8 +18,6 @@ from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.batching.microbatches import plan_microbatches
 from grpo_mp.batching.packing import gather_responses, pack
 from grpo_mp.batching.step_batch import with_distillation
-from grpo_mp.distributed.process_groups import Parallel
-from grpo_mp.trainer.metrics import distillation_metrics
 from grpo_mp.utils.types import NO_TOKEN, MicroBatch, Sample, TopLogprobs
 from tests.algorithms.objective import LIMIT, loss_of, scatter_responses
 
@@ -137,26 +135,6 @@ def test_a_logprob_that_the_engine_did_not_compute_teaches_nothing() -> None:
     }
     assert found[0][0] == GROUP_ADVANTAGES[0]
     assert bool(torch.cat(list(found.values())).isfinite().all())
-
-
-def test_metrics_are_of_the_tokens_that_the_policy_wrote(parallel: Parallel) -> None:
-    samples, _ = draw(4)
-    differences = np.array(
-        [
-            sample.rollout_logprobs[i] - sample.teacher_logprobs[i]
-            for sample in samples
-            for i in range(len(sample.tokens))
-            if not sample.generated or sample.generated[i]
-        ]
-    )
-    assert distillation_metrics([packed(samples)], None, parallel) == {}
-    found = distillation_metrics([packed(samples)], distillation(), parallel)
-    assert found == pytest.approx(
-        {
-            "distill/reverse_kl/mean": differences.mean(),
-            "distill/reverse_kl/max": differences.max(),
-        }
-    )
 
 
 def with_topk(samples: Sequence[Sample], vocabulary: int, k: int) -> list[Sample]:

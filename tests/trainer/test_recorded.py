@@ -5,7 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +28,7 @@ from grpo_mp.utils.types import Prompt, Sample, SampleGroup
 from tests.conftest import TinyRun
 from tests.rollout.fake_engine import FakeEngine
 from tests.trainer.test_collect import GROUP, PROMPTS, check_samples, collector, kept
+from tests.trainer.test_rebalance import Exchange
 
 STEPS, SLOTS, DONE_WHEN_KILLED = 9, 6, (1, 4, 0, 2)  # of jobs that are killed: steps since the last checkpoint
 
@@ -206,14 +206,7 @@ def test_no_record_is_taken_up_of_a_group_that_another_rank_has_begun_anew(
 
 def read_by(readers: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[RecordedGroups]:
     """Read a folder as so many ranks do, each in a thread; their group is the rank's number."""
-    values, barrier = dict[int, Any](), Barrier(readers)
-
-    def all_gather(value: Any, rank: int) -> list[Any]:
-        values[rank] = value
-        barrier.wait()
-        return [values[other] for other in range(readers)]
-
-    monkeypatch.setattr(recorded_module, "all_gather", all_gather)
+    monkeypatch.setattr(recorded_module, "all_gather", Exchange(readers).all_gather)
     monkeypatch.setattr(recorded_module, "dist", SimpleNamespace(get_rank=lambda rank: rank))
     ranks: Any = range(readers)
     with ThreadPoolExecutor(readers) as pool:
@@ -234,21 +227,6 @@ def taken_by(readers: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> lis
     return [{n: list(parts[0].samples) for n, parts in groups.items() if parts} for groups in loaded]
 
 
-def test_episodes_of_a_group_that_goes_on_in_the_next_step_are_taken_up_by_one_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those of both steps; one of which a later step has drawn another stays as older weights drew it."""
-    first, second = GroupJournal(tmp_path, 0), GroupJournal(tmp_path, 1)
-    first.append(1, 3, episode_of(3, 0, 0), RewardStats(), False)
-    second.append(1, 4, episode_of(4, 0, 0), RewardStats(), False)
-    for index in (0, 1, 2):
-        second.append(2, 4, episode_of(4, index, 1), RewardStats(), False)
-    taken = taken_by(2, tmp_path, monkeypatch)
-    versions = {(s.group_id, s.index): s.weight_versions[0] for groups in taken for of in groups.values() for s in of}
-    assert versions == {(3, 0): 0, (4, 0): 0, (4, 1): 1, (4, 2): 1}
-    assert sum(map(len, taken)) == 2
-
-
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("readers", [1, 3])
 def test_each_group_is_taken_up_whole_by_one_rank(
@@ -261,8 +239,8 @@ def test_each_group_is_taken_up_whole_by_one_rank(
         for _ in range(12):
             group_id, index, rank = random.randrange(6), random.randrange(GROUP), random.randrange(3)
             episodes = expected.setdefault(group_id, {})
-            if index not in episodes and len(episodes) < GROUP:
-                episodes[index] = step
+            if len(episodes) < GROUP:
+                episodes.setdefault(index, step)  # what a later step has drawn another stays as older weights drew it
                 journals[rank].append(step, group_id, episode_of(group_id, index, step), RewardStats(), False)
                 if len(episodes) == GROUP:  # as it is scored and recorded, maybe by another engine
                     parts = [episode_of(group_id, one, of).samples[0] for one, of in sorted(episodes.items())]

@@ -239,12 +239,11 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(
 
 # -- supervised fine-tuning ----------------------------------------------------------------------------------
 
-Start = Callable[..., tuple[int, str, str]]
 
-
-@pytest.fixture
-def start_sft(tiny_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Start:
-    """Check settings laid over the smallest; returns status, output and error."""
+def test_a_dry_run_of_sft_shows_the_data_and_what_is_learned_of_it(
+    tiny_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One with a mistake ends with a sentence."""
     (tmp_path / "chats.jsonl").write_text((json.dumps({"prompt": "1+2?", "completion": "3"}) + "\n") * 8)
     settings: dict[str, Any] = {
         "run": {"folder": str(tmp_path / "run")},
@@ -254,41 +253,19 @@ def start_sft(tiny_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[st
         "optimizer": {"lr": 1e-3},
     }
     (tmp_path / "sft.yaml").write_text(yaml.safe_dump(settings))
-
-    def check(*overrides: str) -> tuple[int, str, str]:
-        before = sorted(tmp_path.rglob("*"))
-        try:
-            sft([str(tmp_path / "sft.yaml"), *overrides, "--dry-run", "--ranks", "2"])
-            status = 0
-        except SystemExit as end:
-            status = int(end.code or 0)
-        assert sorted(tmp_path.rglob("*")) == before
-        return status, *capfd.readouterr()
-
-    return check
-
-
-def test_a_dry_run_of_sft_shows_the_data_and_what_is_learned_of_it(start_sft: Start) -> None:
-    status, out, err = start_sft()
-    assert (status, err) == (0, "")
+    before = sorted(tmp_path.rglob("*"))
+    sft([str(tmp_path / "sft.yaml"), "--dry-run", "--ranks", "2"])
+    out, err = capfd.readouterr()
+    assert err == ""
     assert "\n  steps: 6\n" in out
     assert "train samples: 8 (0 left out, longer than 64 tokens); 9 tokens each, up to 9, 22% of them learned; " in out
     assert "eval: 8 of same\n" in out
     assert "6 steps of 4 samples: 3.00 epochs" in out
     assert "'<|user|>1+2?<|im_end|><|assistant|>[[3<|im_end|>]]'" in out
-
-
-@pytest.mark.parametrize(
-    ("override", "sentence"),
-    [
-        ("rollout.group_size=4", "rollout belongs to RL"),
-        ("sft.batch_size=9", "8 samples fit, a step takes sft.batch_size=9"),
-        ("data.prompt_column=question", "no column messages"),
-        ("layout.tensor=3", "layout"),
-    ],
-)
-def test_mistakes_in_sft(override: str, sentence: str, start_sft: Start) -> None:
-    status, out, err = start_sft(override)
-    assert (status, out, err.count("\n")) == (2, "", 1), err
+    with pytest.raises(SystemExit) as ended:
+        sft([str(tmp_path / "sft.yaml"), "sft.batch_size=9", "--dry-run", "--ranks", "2"])
+    out, err = capfd.readouterr()
+    assert (ended.value.code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("error: ")
-    assert sentence in err
+    assert "8 samples fit, a step takes sft.batch_size=9" in err
+    assert sorted(tmp_path.rglob("*")) == before
