@@ -77,29 +77,18 @@ def test_every_kind_has_an_example() -> None:
     assert len(headings) == PAGE.count("```python") == PAGE.count("```yaml") == 12
 
 
-def test_reward(use: Use) -> None:
-    settings, _ = use("Reward")
-    texts = ("so short", "a much longer answer than that")
+def scores(settings: Settings, *texts: str, **columns: Any) -> list[float | None]:
     samples = tuple(Sample(0, i, (1,), (2,), (-1.0,), (0,), False, text) for i, text in enumerate(texts))
-    scored = Scorer(settings.reward, max_response_tokens=32).score_group(SampleGroup(Prompt(0, "x", (1,)), samples))
-    assert [sample.reward for sample in scored.samples] == pytest.approx([0.2 / 3, 0.2 / 7])
-
-
-def test_reward_of_one_answer(use: Use) -> None:
-    settings, _ = use("Reward of one answer")
-    texts = ("so short", "a much longer answer")
-    samples = tuple(Sample(0, i, (1,), (2,), (-1.0,), (0,), False, text) for i, text in enumerate(texts))
-    group = SampleGroup(Prompt(0, "x", (1,), columns={"words": 3}), samples)
+    group = SampleGroup(Prompt(0, "x", (1,), columns=columns), samples)
     scored = Scorer(settings.reward, max_response_tokens=32).score_group(group)
-    assert [sample.reward for sample in scored.samples] == [0.5, 0.0]
+    return [sample.reward for sample in scored.samples]
 
 
-def test_asynchronous_reward(use: Use) -> None:
-    settings, _ = use("Asynchronous reward")
-    texts = ("x = 1", "x = = 1", "print('a')")
-    samples = tuple(Sample(0, i, (1,), (2,), (-1.0,), (0,), False, text) for i, text in enumerate(texts))
-    scored = Scorer(settings.reward, max_response_tokens=32).score_group(SampleGroup(Prompt(0, "x", (1,)), samples))
-    assert [sample.reward for sample in scored.samples] == [0.5, 0.0, 0.5]
+def test_rewards(use: Use) -> None:
+    long = "a much longer answer than that"
+    assert scores(use("Reward")[0], "so short", long) == pytest.approx([0.2 / 3, 0.2 / 7])
+    assert scores(use("Reward of one answer")[0], "so short", "a much longer answer", words=3) == [0.5, 0.0]
+    assert scores(use("Asynchronous reward")[0], "x = 1", "x = = 1", "print('a')") == [0.5, 0.0, 0.5]
 
 
 def check_loss(algorithm: AlgorithmConfig, extensions: Extensions, given: list[float], expected: list[float]) -> None:

@@ -67,7 +67,6 @@ ORDER = (
 
 
 def imported_packages(file: Path) -> set[str]:
-    """Subpackages and modules of grpo_mp that a file imports."""
     return {name.split(".")[1] for name in imports(file) if name.startswith(f"{PACKAGE.name}.")}
 
 

@@ -38,7 +38,6 @@ def by_name(runs: list[tuple[str, Settings, Path]]) -> pytest.MarkDecorator:
 
 
 def published(recipe: Path) -> HfConfig:
-    """The config of a recipe's model, which is not on this machine."""
     return find_config(load_settings(recipe).model.path)[0]
 
 

@@ -8,7 +8,6 @@ MOST_LINES_OF_FUNCTION, MOST_LINES_OF_FILE = 60, 500
 
 
 def too_long(file: Path) -> list[str]:
-    """Describe the file, and each of its functions, that has too many lines."""
     source = file.read_text()
     lengths = [
         (f"{file.name}:{node.lineno} {node.name}", (node.end_lineno or 0) - node.lineno + 1, MOST_LINES_OF_FUNCTION)

@@ -41,7 +41,6 @@ def tokens_of(folder: Path) -> torch.Tensor:
 
 
 def with_changed(folder: Path, copy: Path, name: str, factor: float) -> Path:
-    """Copy a folder, with the weight of one tensor scaled."""
     shutil.copytree(folder, copy)
     file = copy / "model.safetensors"
     weights = load_file(file)

@@ -47,7 +47,6 @@ NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=
 
 
 def missing_requirement() -> str | None:
-    """Return why this machine cannot run such a cluster, or None."""
     missing = [name for name in DAEMONS if shutil.which(name) is None]
     if missing:
         return f"needs {', '.join(missing)}: apt-get install slurm-wlm munge"
@@ -80,7 +79,6 @@ class Cluster:
                 claim.release()
 
     def run(self, *command: str) -> str:
-        """Return the output of one of Slurm's commands."""
         return subprocess.run(command, env=self.environment, check=True, capture_output=True, text=True).stdout.strip()
 
     @contextmanager
@@ -93,11 +91,9 @@ class Cluster:
             self.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
 
     def states(self) -> list[str]:
-        """Return the states of the nodes, as sinfo names them."""
         return self.run("sinfo", "--noheader", "--Node", "--partition=main", "--format=%T").split()
 
     def stop(self) -> None:
-        """Cancel all jobs and end the daemons."""
         subprocess.run(["scancel", "--user=root"], env=self.environment, check=False)
         wait_until(lambda: not self.run("squeue", "--noheader"), "jobs to end")
         self._end_daemons()

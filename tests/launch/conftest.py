@@ -71,7 +71,6 @@ class BatchJob:
         return int(self._field("ExitCode").partition(":")[0])
 
     def wait_for(self, text: str) -> None:
-        """Return when the job has printed `text`."""
         wait_until(
             lambda: text in self.log or self.state in ("FAILED", "COMPLETED"), f"{text!r} in\n{self.log}", TIMEOUT_S
         )
@@ -87,7 +86,6 @@ class BatchJob:
         wait_until(lambda: log.exists() and "  reward " in log.read_text(), name, TIMEOUT_S)
 
     def wait_end(self) -> None:
-        """Return when the job has ended for good."""
         ended = ("COMPLETED", "FAILED", "CANCELLED")
         wait_until(lambda: self.state in ended, f"the end of\n{self.log}", TIMEOUT_S)
 
@@ -104,7 +102,6 @@ class BatchJob:
         self._cluster.run("scancel", "--signal=USR1", "--batch", self.id)
 
     def rank(self, number: int) -> psutil.Process:
-        """Return the process of one rank."""
         ranks = [process for process in self._processes() if "grpo_mp.cli.slurm_task" in " ".join(process.cmdline())]
         return next(rank for rank in ranks if rank.environ().get("SLURM_PROCID") == str(number))
 

@@ -46,7 +46,6 @@ def begin(ask: Ask, attempt: Path, restarts: int = 3) -> int:
 
 
 def save(run_folder: Path, step: int) -> Path:
-    """Write a checkpoint of a file of 9 bytes."""
     folder = checkpoint_folder(run_folder, step)
     (folder / "policy").mkdir(parents=True)
     (folder / SHARD).write_bytes(b"123456789")
@@ -89,7 +88,6 @@ def test_so_many_attempts_begin_after_one_step_and_no_more(restarts: int, ask: A
 
 @pytest.fixture
 def attempt(ask: Ask, run_folder: Path) -> Path:
-    """An attempt that begins after step 10, and whose rank failed."""
     save(run_folder, 10)
     log_steps(run_folder, 0, range(11))
     attempt = run_folder / "attempts" / "7.1"

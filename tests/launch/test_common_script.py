@@ -88,7 +88,6 @@ class Script:
 
     @property
     def notes(self) -> list[str]:
-        """What was asked so far."""
         return self._notes.read_text().splitlines()
 
 
@@ -141,7 +140,6 @@ def test_a_failed_rank_is_followed_by_another_attempt(script: Script) -> None:
 
 
 def test_the_time_limit_between_two_attempts_is_not_forgotten(script: Script) -> None:
-    """Slurm's signal comes while the batch script asks for what failed."""
     script.when("train", "exit 1")
     script.when("failure", "kill -USR1 $PPID")
     process = script.run()
@@ -198,7 +196,6 @@ def test_the_time_limit_in_training_is_handed_on(script: Script) -> None:
 
 @pytest.fixture
 def with_spare(tmp_path: Path) -> Script:
-    """A job of two nodes and a spare, for SPARES=1."""
     return Script(tmp_path, ("n1", "n2", "n3"))
 
 

@@ -30,7 +30,6 @@ Install = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def notes(tmp_path: Path) -> Path:
-    """The file of all arguments that the Python was given."""
     file = tmp_path / "notes"
     file.touch()
     return file

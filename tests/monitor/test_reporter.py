@@ -139,15 +139,14 @@ def test_an_error_is_told_before_the_report_is_waited_for(start: Callable[[int |
         wait_until(lambda: len(run.calls) == 1)
 
 
-@pytest.mark.parametrize("early", [False, True])
 def test_the_last_report_outlives_a_run_where_it_takes_long(
-    start: Callable[[int | None], Run], early: bool, monkeypatch: pytest.MonkeyPatch
+    start: Callable[[int | None], Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"grpo_mp.monitor.reporter.{'EARLY_LIMIT_S' if early else 'LIMIT_S'}", 0.1)
+    monkeypatch.setattr("grpo_mp.monitor.reporter.LIMIT_S", 0.1)
     run = start(0)
     run.hold()
-    run.reporter.end(early)
-    run.reporter.finish(early=early)
+    run.reporter.end()
+    run.reporter.finish()
     (process,) = run.running
     assert process.rlimit(psutil.RLIMIT_CPU)[0] > 0
     assert run.notes == [f"warning: report: still being written, see {run.folder / 'logs' / 'report.log'}"]
