@@ -1,4 +1,4 @@
-"""Reading config.json: rotary settings of both layouts, required numbers, refused files."""
+"""Reading config.json: required numbers, refused files."""
 
 from pathlib import Path
 
@@ -7,18 +7,9 @@ import pytest
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.utils.errors import UserError
 
-YARN = {"type": "yarn", "factor": 40, "mscale": 1.0}
-
 
 def config(**values: object) -> HfConfig:
     return HfConfig(Path("folder"), values)
-
-
-def test_both_published_layouts_of_rotary_settings_read_alike() -> None:
-    older = config(rope_theta=10000, rope_scaling=YARN).rope
-    newer = config(rope_parameters={"rope_theta": 10000, "rope_type": "yarn", "factor": 40, "mscale": 1.0}).rope
-    expected = {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 40, "mscale": 1.0}
-    assert {key: older[key] for key in expected} == {key: newer[key] for key in expected} == expected
 
 
 def test_numbers_are_required_and_a_missing_one_names_the_file() -> None:
