@@ -100,11 +100,16 @@ class EngineCheck:
             return replace(worst, limit=limit)
         limit = self.settings.sync.check_tolerance or max(LEAST_LIMIT, ROUNDING_FACTOR * self._rounding)
         by_engine = [[report for report in of_engine if report.tokens] for of_engine in zip(*sets, strict=True)]
+        beyond = dict[int, CheckReport]()
         for engine, of_engine in enumerate(by_engine):
             if of_engine:
                 mean = trimmed_mean(of_engine) if self.has_experts else pool_reports(of_engine).mean
                 if not mean <= limit:  # negated, so that NaN fails
-                    self._judge(engine, replace(pool_reports(of_engine), mean=mean, limit=limit), version)
+                    beyond[engine] = replace(pool_reports(of_engine), mean=mean, limit=limit)
+        # Together, since a second sync also repairs engines that are judged later.
+        wrong_tensors = self._find_wrong_tensors([*beyond], version) if beyond else {}
+        for engine, report in beyond.items():
+            self._judge(engine, report, wrong_tensors[engine])
         return replace(worst_report([pool_reports(of_engine) for of_engine in by_engine if of_engine]), limit=limit)
 
     def _limit(self, worst: CheckReport, sequences: Sequences, expected: Logprobs, set_s: float) -> float:
@@ -152,11 +157,9 @@ class EngineCheck:
             self._rounding = pool_reports(noise).mean
         return sets
 
-    def _judge(self, engine: int, report: CheckReport, version: int) -> None:
-        """Compare the tensors of an engine beyond the limit; restart it, warn, or raise EarlyStopError, see `run`."""
+    def _judge(self, engine: int, report: CheckReport, found: str) -> None:
+        """Restart an engine beyond the limit, warn, or raise EarlyStopError, see `run`. `found`: its wrong tensors."""
         host, tolerance = self.engines.host_ranks[engine], self.settings.sync.check_tolerance
-        self.say(f"weight check: engine {engine} is beyond the limit; all its weights are sent twice to compare them")
-        found = self._find_wrong_tensor(host, version)
         # In float32 rounding may be too small to measure: use at least the rounding that LEAST_LIMIT implies.
         rounding = max(self._rounding, LEAST_LIMIT / ROUNDING_FACTOR)
         allowed = "(sync.check_tolerance)" if tolerance else f"(rounding of {self._precision} makes {rounding:.3g})"
@@ -222,20 +225,25 @@ class EngineCheck:
                 logprobs = sequence_logprobs(self.policy, sequences)
         return broadcast(logprobs, self.job.group)
 
-    def _find_wrong_tensor(self, host: int, version: int) -> str:
-        """Sync all weights twice, compare the checksums of the engine on rank `host`; describe its wrong tensors."""
+    def _find_wrong_tensors(self, engines: Sequence[int], version: int) -> dict[int, str]:
+        """Sync all weights twice and compare the checksums of `engines`; describe the wrong tensors of each."""
+        hosts = {engine: self.engines.host_ranks[engine] for engine in engines}
+        is_host = self.job.rank in hosts.values()
+        named = ", ".join(map(str, engines))
+        self.say(f"weight check: beyond the limit: engine {named}; all weights are sent twice to compare them")
 
         def sync_again() -> dict[str, str]:
             self.weight_sync.update_weights(version)
-            return self._checksums() if self.job.rank == host else {}
+            return self._checksums() if is_host else {}
 
         with self.phases.phase(Phase.SYNC, "looking for the wrong tensor"):
-            before = self._checksums() if self.job.rank == host else {}
+            before = self._checksums() if is_host else {}
             again = sync_again()
-            if self.job.rank == host:
+            if is_host:
                 self.weight_sync.overwrite_weights()
             restored = sync_again()
-        return all_gather(describe_difference(before, again, restored), self.job.group)[host]
+        found = all_gather(describe_difference(before, again, restored), self.job.group)
+        return {engine: found[host] for engine, host in hosts.items()}
 
 
 def sequence_logprobs(policy: Policy, sequences: Sequences) -> Logprobs:
