@@ -16,7 +16,7 @@ from grpo_mp.batching.updates import (
     plan_updates,
 )
 from grpo_mp.config.sections import LayoutConfig, TrainingConfig
-from grpo_mp.utils.types import MicroBatch, Sample
+from grpo_mp.utils.types import MicroBatch, Sample, copy_to
 from tests.batching.helpers import join_context
 
 LAYOUTS = [
@@ -184,3 +184,14 @@ def test_microbatches_in_fp8_have_whole_rows_of_each_rank(layout: LayoutConfig, 
             for batch in microbatches(update, own, [0.0] * 5, weights, data_rank, context_rank=0):
                 assert len(batch.tokens) % (rows * layout.tensor) == 0
                 assert sum(batch.lengths) == len(batch.tokens) * layout.context
+
+
+def test_micro_batches_reach_a_gpu_from_pinned_memory_and_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: calls.append("pinned") or tensor)
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device, **how: calls.append((device.type, how)) or tensor)
+    experts = torch.arange(24).view(2, 3, 4)[:, 1]
+    copied = copy_to(experts, torch.device("cuda"))
+    assert calls == ["pinned", ("cuda", {"non_blocking": True})]
+    assert copied.is_contiguous()  # otherwise the copy would include the experts of the other layers
+    assert copied.equal(experts)
