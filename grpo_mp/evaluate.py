@@ -57,7 +57,9 @@ def run(job: EngineJob, inputs: RunInputs) -> None:
 
 def evaluate_and_report(job: EngineJob, evaluator: Evaluator) -> None:
     """Evaluate every set; write scores, samples and the pass@k plot to the job's folder, and print a table."""
-    folder, ranks, progress = job.folder, evaluator.job, evaluator.progress
+    folder = job.folder
+    ranks = evaluator.job
+    progress = evaluator.progress
     step = read_manifest(job.checkpoint).step if job.checkpoint else 0
     samples = _samples_file(folder, ranks.rank)
     samples.write_text("")

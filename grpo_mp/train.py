@@ -69,7 +69,7 @@ def train(ctx: TrainContext) -> None:
 
 
 def generate(ctx: RolloutContext) -> None:
-    """Run the loop of a rank that only hosts an engine: generate groups for the next step while other ranks train."""
+    """Run the loop of an engine-only rank: generate the groups of the next step while training ranks train."""
     run = ctx.settings.run
     sync_first_weights(ctx)
     if ctx.state.step == 0 and not ctx.should_stop():

@@ -32,7 +32,7 @@ def make_reward_model(folder: Path, tokenizer_of: Path, labels: int = 1, family:
 
 
 def change_weights(folder: Path, remove: Sequence[str] = (), add: Mapping[str, Tensor] | None = None) -> None:
-    """Take tensors out of a folder's file, and put others in."""
+    """Remove tensors from a folder's file, and add others."""
     file = folder / "model.safetensors"
     tensors = {name: tensor for name, tensor in load_file(file).items() if name not in remove}
     save_file(tensors | dict(add or {}), file, {"format": "pt"})

@@ -54,7 +54,9 @@ def loss_report(
     new, has_rollout_logprob = terms.new.detach(), batch.rollout_logprobs.isfinite()
     rollout = batch.rollout_logprobs.where(has_rollout_logprob, new)
     difference = new - rollout
-    abs_difference, engine, policy = difference.abs() * mask, rollout.exp(), new.exp()
+    abs_difference = difference.abs() * mask
+    engine = rollout.exp()
+    policy = new.exp()
     by_token = {
         "train/entropy": entropy,
         "train/ppo_kl": -terms.token_log_ratio.detach(),

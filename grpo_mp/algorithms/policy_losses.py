@@ -94,7 +94,9 @@ def ppo_clip(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
     `dual_clip` limits the r of the first term from above (two-sided clipping, INTELLECT-2, arXiv 2505.07291; for A < 0
     the dual clip of Ye et al., arXiv 1912.09729).
     """
-    ratio, clip, advantages = terms.log_ratio.exp(), algorithm.clip, terms.advantages
+    ratio = terms.log_ratio.exp()
+    clip = algorithm.clip
+    advantages = terms.advantages
     clipped = ratio.clamp(1 - clip.low, 1 + clip.high)
     if clip.dual_clip is not None:
         ratio = ratio.clamp(max=clip.dual_clip)
@@ -180,7 +182,9 @@ def topk_terms(batch: MicroBatch, distillation: DistillationConfig) -> TopkTerms
     reverse: sum p log(p / q), forward: sum q log(q / p), mixed: their mean (NeMo-RL kl_type).
     None if no teacher scored the micro-batch.
     """
-    ids, teacher, policy = batch.teacher_topk_ids, batch.teacher_topk_logprobs, batch.topk_logprobs
+    ids = batch.teacher_topk_ids
+    teacher = batch.teacher_topk_logprobs
+    policy = batch.topk_logprobs
     if ids is None or teacher is None or policy is None:
         return None
     known, learned = ids >= 0, batch.mask.bool()[:, None]

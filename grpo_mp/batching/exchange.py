@@ -71,7 +71,9 @@ def redistribute(
 
 def _without_text(sample: Sample) -> Sample:
     """Return a copy with only the fields that training needs."""
-    tokens, logprobs, versions = sample.tokens, sample.rollout_logprobs, sample.weight_versions
+    tokens = sample.tokens
+    logprobs = sample.rollout_logprobs
+    versions = sample.weight_versions
     return Sample(
         sample.group_id,
         sample.index,

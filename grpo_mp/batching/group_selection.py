@@ -69,7 +69,9 @@ def admit(verdicts: Sequence[Verdict], rule: AdmissionRule) -> Admission:
     The step selects the first `needed` kept groups in launch order. Neither the selection nor its response lengths
     depend on which group finished first.
     """
-    kept, selected, number = dict(verdicts), list[int](), 0
+    kept = dict(verdicts)
+    selected = list[int]()
+    number = 0
     while number in kept and len(selected) < rule.needed:
         if kept[number]:
             selected.append(number)
@@ -80,10 +82,15 @@ def admit(verdicts: Sequence[Verdict], rule: AdmissionRule) -> Admission:
 
 
 def _launch_limit(kept: Mapping[int, bool | None], rule: AdmissionRule) -> int:
-    limit, number, dropped, aborted = rule.launched, 0, 0, 0
+    limit = rule.launched
+    number = 0
+    dropped = 0
+    aborted = 0
     while number < limit:
         is_kept = kept.get(number, True)
-        dropped, aborted, number = dropped + (is_kept is False), aborted + (is_kept is None), number + 1
+        dropped = dropped + (is_kept is False)
+        aborted = aborted + (is_kept is None)
+        number = number + 1
         limit = min(rule.max_launched, rule.launched + dropped) + min(rule.max_aborted, aborted)
     return limit
 

@@ -88,7 +88,9 @@ def token_origins(plan: MicroBatchPlan, align: int, pad_to: int) -> tuple[torch.
     origins = torch.full((sum(sequence.length for sequence in sequences), 2), -1)
     for sequence in sequences:
         if sequence.number >= 0:
-            rows, shared, sample = sequence.length, sequence.prompt.count, plan.samples[sequence.number]
+            rows = sequence.length
+            shared = sequence.prompt.count
+            sample = plan.samples[sequence.number]
             for start, first, count in ((sequence.start, shared, rows), (sequence.prompt.start, 0, shared)):
                 if count and origins[start, 0] < 0:
                     origins[start : start + count, 0] = sample

@@ -99,7 +99,9 @@ def _outgoing(
 
     `experts`: by sample of the update. `columns`: for each training rank, the columns of `experts` with its layers.
     """
-    layout, align, pad_to = update.rule.layout, update.schedule.align, update.padded_size
+    layout = update.rule.layout
+    align = update.schedule.align
+    pad_to = update.padded_size
     places = [coordinates(rank, layout, len(columns)) for rank in range(len(columns))]
     origins = [token_origins(plans[number], align, pad_to) for plans in update.schedule.ranks]
     content, chosen = [], dict[tuple[int, int, int], tuple[Ranges, ExpertIds | None]]()

@@ -92,7 +92,9 @@ def plan_update(
     With pipeline parallelism all micro-batches are padded to one size, at least that of the longest sequence. This size
     is then also the token limit: fuller micro-batches need no more memory and less padding.
     """
-    layout, cost, align = rule.layout, Cost(1.0, 1.0 / (12 * rule.hidden_size)), alignment(rule.layout)
+    layout = rule.layout
+    cost = Cost(1.0, 1.0 / (12 * rule.hidden_size))
+    align = alignment(rule.layout)
     longest = round_up(max(lengths, default=0), align)
     limit = max(rule.max_tokens, longest) if layout.pipeline > 1 else rule.max_tokens
     units = make_units(lengths, prompts, rule.dp_size, max_tokens=limit, align=align) if prompts else []

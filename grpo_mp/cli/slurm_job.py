@@ -152,7 +152,9 @@ class StepLog:
 
 def read_step_log(log: Path) -> StepLog:
     """Parse the messages of srun in a log; a missing file gives an empty StepLog."""
-    lost, ended, aborted = dict[str, str](), list[EndedTask](), False
+    lost = dict[str, str]()
+    ended = list[EndedTask]()
+    aborted = False
     # Other programs also print into the log, in any encoding.
     for line in log.read_text(errors="replace").splitlines() if log.exists() else ():
         if not_started := NOT_STARTED.search(line):

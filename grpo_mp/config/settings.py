@@ -431,7 +431,9 @@ class Settings(Section):
     @property
     def step_summary(self) -> str:
         """Return a sentence with the numbers of samples and updates in a step."""
-        rollout, training, updates = self.rollout, self.training, self.optimizer_steps_per_step
+        rollout = self.rollout
+        training = self.training
+        updates = self.optimizer_steps_per_step
         return (
             f"a step: {rollout.prompts_per_step} prompts x {rollout.group_size} = {self.samples_per_step:,} samples, "
             f"{updates} update{'s' * (updates > 1)} of {self.samples_per_step // training.updates_per_step:,}"

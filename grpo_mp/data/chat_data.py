@@ -132,7 +132,9 @@ class ChatSet:
 
 def load_train_chats(data: ChatDataConfig, sft: SftConfig, encoder: ChatEncoder) -> ChatSet:
     """Read, check and measure the data sets of `data.train`."""
-    parts, too_long, warnings = list[ChatRows](), 0, list[str]()
+    parts = list[ChatRows]()
+    too_long = 0
+    warnings = list[str]()
     for name, train_set in data.train.items():
         own = train_set.model_dump(include={"source", "system_prompt"}, exclude_none=True)
         part = check_chats(train_set.path, ChatReader(data.model_copy(update=own), sft, encoder))
@@ -172,8 +174,12 @@ def check_chats(source: str, reader: ChatReader, count: int | None = None) -> Ch
     rows = read_rows(source, reader.data.source)
     if not len(rows):
         raise UserError(f"{source}: no rows: give a file with at least one chat")
-    numbers, lengths, learned = list[int](), list[int](), list[int]()
-    sft, end, content = reader.sft, min(len(rows), count or len(rows)), xxhash.xxh3_128()
+    numbers = list[int]()
+    lengths = list[int]()
+    learned = list[int]()
+    sft = reader.sft
+    end = min(len(rows), count or len(rows))
+    content = xxhash.xxh3_128()
     for start in range(0, end, ROWS_AT_ONCE):
         chunk = [rows[number] for number in range(start, min(start + ROWS_AT_ONCE, end))]
         for number, (row, tokens) in enumerate(zip(chunk, reader.encode(chunk), strict=True), start):

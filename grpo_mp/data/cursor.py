@@ -118,7 +118,9 @@ class PromptQueue:
     """Queue of prompts that are drawn but not used up. Ranks that make the same calls draw the same prompts."""
 
     def __init__(self, size: int, shuffle: bool, mixture: Mixture = ()) -> None:
-        self._size, self._shuffle, self._mixture = size, shuffle, mixture
+        self._size = size
+        self._shuffle = shuffle
+        self._mixture = mixture
         self._draws: list[Draw] = []
         self._cursor = Cursor()
         self._is_skipped: Callable[[int], bool] = lambda _: False
@@ -133,7 +135,9 @@ class PromptQueue:
         the queue are distinct. Prompts for which `is_skipped` is true are not drawn, up to one epoch's number of them
         per step.
         """
-        self._cursor, self._is_skipped, self._skips_left = cursor, is_skipped, self._size
+        self._cursor = cursor
+        self._is_skipped = is_skipped
+        self._skips_left = self._size
         if step_size != self._step_size:
             count = step_size - 1 if step_size else 0
             before = taken_before(cursor, self._size, count=count, shuffle=self._shuffle, mixture=self._mixture)

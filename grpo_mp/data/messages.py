@@ -24,7 +24,9 @@ def read_message(value: Mapping[str, Any], location: str) -> Message:
     ShareGPT's `from` and `value` become role and content. A message with tool calls needs no content.
     """
     message: Message = _with_role_and_text(without_nulls(value))
-    role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
+    role = message.get("role")
+    content = message.get("content")
+    calls = message.get("tool_calls")
     if role == "assistant" and calls:
         message.setdefault("content", "")
     if role not in ROLES or not isinstance(message.get("content"), str):

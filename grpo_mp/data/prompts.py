@@ -110,7 +110,9 @@ class PromptReader:
 
     def render(self, row: Row, messages: Messages) -> str:
         """Render the messages of a row with the chat template."""
-        chat, tools, variables = self.with_system(messages), self.tools, self.data.chat_template_kwargs
+        chat = self.with_system(messages)
+        tools = self.tools
+        variables = self.data.chat_template_kwargs
         try:
             return render_template(chat, self.tokenizer, tools, variables=variables)
         except Exception as error:  # a template is a program
@@ -229,7 +231,9 @@ def load_train_prompts(
     With several data sets, or if a set has weights of its own, the column `data_set` of its prompts holds the set's
     name.
     """
-    parts, num_filtered, warnings = list[RowPrompts](), 0, list[str]()
+    parts = list[RowPrompts]()
+    num_filtered = 0
+    warnings = list[str]()
     for name, train_set in data.train.items():
         is_named = len(data.train) > 1 or train_set.reward is not None
         own_columns = {DATA_SET: name} if is_named else {}

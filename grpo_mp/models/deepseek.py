@@ -26,7 +26,9 @@ def mla_config(hf: HfConfig) -> dict[str, Any]:
 def mla_rules(hf: HfConfig, layers: Sequence[int]) -> list[Rule]:
     """Map the down and up projections with their norms, the output projection, and the input norm."""
     hidden, heads = hf.int("hidden_size"), hf.int("num_attention_heads")
-    nope, rope, value = hf.int("qk_nope_head_dim"), hf.int("qk_rope_head_dim"), hf.int("v_head_dim")
+    nope = hf.int("qk_nope_head_dim")
+    rope = hf.int("qk_rope_head_dim")
+    value = hf.int("v_head_dim")
     rank, q_rows = hf.int("kv_lora_rank"), heads * (nope + rope)
     queries: list[tuple[str, str, Shape, int | None]] = [("linear_q_proj.weight", "q_proj.weight", (q_rows, hidden), 0)]
     if hf.get("q_lora_rank") is not None:

@@ -28,7 +28,9 @@ class MetricGuards:
         """Add a step's value; describe the violated limit, or return None. Steps without the metric do not count."""
         if name not in values:
             return None
-        guard, seen, value = self._guards[name], self._values[name], values[name]
+        guard = self._guards[name]
+        seen = self._values[name]
+        value = values[name]
         seen.append(math.nan if value is None else value)
         del seen[: -guard.steps]
         if len(seen) < guard.steps:

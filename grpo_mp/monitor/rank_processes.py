@@ -61,7 +61,9 @@ def ask_ranks(run_folder: Path, limit_s: float) -> tuple[dict[int, RankDump], di
     """
     ranks = started_ranks(run_folder)
     asked_s, deadline = time.time(), time.monotonic() + limit_s
-    waiting, silent, engines = list[int](), dict[int, str](), list[AskedEngine]()
+    waiting = list[int]()
+    silent = dict[int, str]()
+    engines = list[AskedEngine]()
     for rank, started in ranks.items():
         process, dump = find_process(started.pid, started.started_s), read_dump(run_folder, rank)
         if started.host != socket.gethostname():

@@ -30,7 +30,9 @@ class Reporter:
     """
 
     def __init__(self, run_folder: Path, every: int | None, note: Callable[[str], None]) -> None:
-        self._folder, self._every, self._note = run_folder, every, note
+        self._folder = run_folder
+        self._every = every
+        self._note = note
         self._log = run_folder / "logs" / "report.log"
         self._process: subprocess.Popen[bytes] | None = None
         self._ended = False  # whether the last report was started

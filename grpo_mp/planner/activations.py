@@ -54,7 +54,9 @@ def logits_bytes(job: PlannedJob, stage: int, backward: bool) -> float:
     """
     if stage != len(job.stage_layers) - 1:
         return 0.0
-    layout, model, dtype_bytes = job.settings.layout, job.model, DTYPE_BYTES[job.settings.model.dtype]
+    layout = job.settings.layout
+    model = job.model
+    dtype_bytes = DTYPE_BYTES[job.settings.model.dtype]
     rows = min(job.settings.training.logprob_chunk_tokens, job.microbatch_tokens)
     columns = -(-model.vocab_size // layout.tensor)
     # Logits and probabilities in float32; in backward also their gradient and that of the preceding chunk.
@@ -159,7 +161,9 @@ def _attention_elements(job: PlannedJob) -> float:
     With latent attention the fused rotary kernel changes queries in place, and the projection from which it builds keys
     and values is freed. With shared prompts each response's attention holds a copy of the prompt's keys and values.
     """
-    model, tensor, expanded = job.model, job.settings.layout.tensor, job.expanded_keys
+    model = job.model
+    tensor = job.settings.layout.tensor
+    expanded = job.expanded_keys
     if model.mla_cache_dim:
         per_head = 2 * model.qk_head_dim + 2 * model.v_head_dim + expanded * (model.qk_head_dim + model.v_head_dim)
         return model.num_heads / tensor * per_head + 2 * model.mla_cache_dim

@@ -38,7 +38,9 @@ def engine_memory(job: PlannedJob) -> EngineMemory:
     """Return the memory of an engine. Its KV caches fill what the weights leave of `mem_fraction_static`."""
     if job.trains_only:
         return EngineMemory()
-    args, weights, draft_weights = job.settings.engine.args, engine_weight_bytes(job), draft_weight_bytes(job)
+    args = job.settings.engine.args
+    weights = engine_weight_bytes(job)
+    draft_weights = draft_weight_bytes(job)
     fraction = read_argument(args, "mem_fraction_static", OVERHEADS.mem_fraction_static)
     caches, model = max(0.0, fraction * job.cluster.gpu_bytes - weights - draft_weights), job.model
     # Per GPU. A latent cache is replicated on every GPU of a replica.

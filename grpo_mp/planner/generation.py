@@ -116,7 +116,10 @@ def speculation(job: PlannedJob) -> Speculation:
 
 def generation_use(job: PlannedJob, engine: EngineMemory) -> ResourceUse:
     """Return the resource use of one GPU of an engine: prefill of its prompts and all decode steps, with drafting."""
-    plan, drafts, model, parallelism = plan_generation(job, engine), speculation(job), job.model, job.engine_parallelism
+    plan = plan_generation(job, engine)
+    drafts = speculation(job)
+    model = job.model
+    parallelism = job.engine_parallelism
     cached_tokens = sum(job.prompt_tokens * length + length**2 / 2 for length in job.responses(plan.samples))
     verified = plan.samples * job.mean_response_tokens * drafts.verified_tokens / drafts.acceptance_length
     tokens = verified / parallelism.gpus
@@ -174,7 +177,9 @@ def _attention_bytes(job: PlannedJob, engine: EngineMemory, cached_tokens: float
     Where the attention products take longer than reading, return as many bytes as could be read in that time. This
     happens with latent attention, where all heads of the GPU use the same cache elements.
     """
-    model, cluster, parallelism = job.model, job.cluster, job.engine_parallelism
+    model = job.model
+    cluster = job.cluster
+    parallelism = job.engine_parallelism
     width = 2 * model.mla_cache_dim if model.mla_cache_dim else model.qk_head_dim + model.v_head_dim
     heads = max(1.0, model.num_heads / parallelism.attention_tensor)
     flops = 2 * model.num_layers * heads * width

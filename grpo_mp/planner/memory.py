@@ -310,7 +310,9 @@ def _stage_of(job: PlannedJob, rank: int) -> int | None:
 
 def _rank_host_memory(job: PlannedJob, sub_phase: SubPhase, stage: int, engine: EngineMemory) -> dict[str, float]:
     """Return the host memory by kind of a training rank, with that of the engine it hosts."""
-    shared, served, trained = job.settings.shares_devices, served_memory(job), job.policy_trained_counts[stage]
+    shared = job.settings.shares_devices
+    served = served_memory(job)
+    trained = job.policy_trained_counts[stage]
     processes = shared + sum(models.servers for models in served.values())
     trained_bytes = trained.total * job.per_parameter.weights
     sizes = {
@@ -352,7 +354,7 @@ def _export_host_bytes(job: PlannedJob) -> float:
 
 
 def engine_host_memory(job: PlannedJob, engine: EngineMemory) -> dict[str, float]:
-    """Return the host memory by kind of a rank that only hosts an engine."""
+    """Return the host memory of an engine-only rank, in bytes by kind of occupant."""
     processes = OVERHEADS.trainer_process + OVERHEADS.engine_process
     sizes = {"processes": processes, "engine weights": _backup_bytes(job, engine)}
     if job.settings.training.router_replay == "R3":

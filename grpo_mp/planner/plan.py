@@ -104,7 +104,9 @@ def make_plan(job: PlannedJob, with_sync: bool = True) -> Plan:
 
 def _rollout_uses(job: PlannedJob, memory: MemoryPlan) -> dict[SubPhase, ResourceUse]:
     """Return the resource use of generation, of logprobs, and of moving state between trainer and engines."""
-    per_parameter, stage, algorithm = job.per_parameter, job.largest_stage, job.settings.algorithm
+    per_parameter = job.per_parameter
+    stage = job.largest_stage
+    algorithm = job.settings.algorithm
     passes = needs_old_logprobs(algorithm, job.settings.optimizer_steps_per_step) + bool(algorithm.kl.coef)
     swap = 4 * job.policy_trained_counts[stage].total * per_parameter.weights * job.has_reference
     weights = 2 * job.held_weight_bytes[stage] * job.offloads

@@ -26,7 +26,9 @@ def sync_use(job: PlannedJob) -> ResourceUse:
     `OVERHEADS.sync_unevenness` scales link bytes accordingly. Quantization needs no such factor, because it overlaps
     with sending the preceding round.
     """
-    traffic, uneven, shared = sync_traffic(job), OVERHEADS.sync_unevenness, job.settings.shares_devices
+    traffic = sync_traffic(job)
+    uneven = OVERHEADS.sync_unevenness
+    shared = job.settings.shares_devices
     requests = SYNC_REQUESTS + traffic.rounds + (1 if shared else PAUSE_REQUESTS)
     quantized = (QUANTIZED_ELEMENT_BYTES + job.per_parameter.weights) * traffic.quantized
     latency_s = requests * OVERHEADS.engine_request_s + shared * OVERHEADS.engine_memory_s

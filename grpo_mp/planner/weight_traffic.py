@@ -81,7 +81,9 @@ def check_lengths(job: PlannedJob) -> list[int]:
 
 def plan_job_sync(job: PlannedJob, params: Mapping[str, Param]) -> tuple[SyncPlan, WireFormat]:
     """Plan the weight sync of `params`, from the job's training layout to its engines."""
-    settings, layout, engine = job.settings, job.settings.layout, job.settings.engine
+    settings = job.settings
+    layout = job.settings.layout
+    engine = job.settings.engine
     wire = job_wire_format(job, params)
     alignment = expert_alignment(job.engine_parallelism, engine.args, wire.fp8, job.cluster.compute_capability)
     host_ranks = engine_host_ranks(engine_placements(engine, job.world_size, job.gpus_per_node))

@@ -27,7 +27,9 @@ def _te_modules(te: Any) -> None:
     from grpo_mp.platform import te_layers
     from grpo_mp.platform.attention import Attention
 
-    te.TENorm, te.TELinear, te.TEDotProductAttention = te_layers.Norm, te_layers.DuplicatedLinear, Attention
+    te.TENorm = te_layers.Norm
+    te.TELinear = te_layers.DuplicatedLinear
+    te.TEDotProductAttention = Attention
     te.TEColumnParallelLinear, te.TERowParallelLinear = ColumnParallelLinear, RowParallelLinear
     te.TELayerNormColumnParallelLinear = te_layers.LayerNormColumnParallelLinear
     te.TEColumnParallelGroupedLinear = te_layers.ColumnParallelGroupedLinear

@@ -145,7 +145,9 @@ class HostState:
     def step(self) -> None:
         """Update all weights that have a gradient; return once the new state is on the host."""
         cuda: Any = torch.cuda if platform.on_cuda() else fake_cuda
-        compute, arriving, leaving = cuda.current_stream(), cuda.Stream(), cuda.Stream()
+        compute = cuda.current_stream()
+        arriving = cuda.Stream()
+        leaving = cuda.Stream()
         flat = partial(torch.empty, self._largest_piece, dtype=torch.uint8, device=platform.device())
         buffers = [flat() for _ in range(NUM_BUFFERS)]
         empty = [compute.record_event() for _ in buffers]
@@ -169,7 +171,9 @@ class HostState:
 
     def _update(self, piece: Piece, on_device: Sequence[Tensor]) -> None:
         """Run Adam's step on one piece, without changing the param groups or their step counts."""
-        adam, groups, tensors = self._adam, self._adam.param_groups, iter(on_device)
+        adam = self._adam
+        groups = self._adam.param_groups
+        tensors = iter(on_device)
         for part in piece.slices:
             gradient = part.param.decoupled_grad
             part.view.decoupled_grad = None if gradient is None else gradient[part.start : part.stop]

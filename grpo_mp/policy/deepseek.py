@@ -66,21 +66,11 @@ class LatentAttention(MLASelfAttention):
         resolved: dict[str, Any] = super()._resolve_qk_norm_config(submodules)
         return resolved if self.config.q_lora_rank else resolved | {"linear_q_proj": submodules.linear_q_proj}
 
-    def _run_core_attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: Any = None,
-        **options: Any,
-    ) -> Tensor:
+    def _run_core_attention(self, *inputs: Any, attn_mask_type: Any = None, **options: Any) -> Tensor:
         capability = platform.compute_capability()
         needs_padding = capability is not None and capability < HOPPER
         attend = super()._run_core_attention if needs_padding else self.core_attention
-        output: Tensor = attend(
-            query, key, value, attention_mask, attn_mask_type=attn_mask_type or self.attn_mask_type, **options
-        )
+        output: Tensor = attend(*inputs, attn_mask_type=attn_mask_type or self.attn_mask_type, **options)
         return output
 
 

@@ -61,7 +61,9 @@ def policy_model(folder: Path, dtype: str = "float32") -> Iterator[nn.Module]:
 @contextmanager
 def policy_tensors(folder: Path, dtype: str = "float32") -> Iterator[tuple[nn.Module, dict[str, torch.Tensor]]]:
     """Yield the model as `policy_model` does, and its tensors by full-model name."""
-    hf, layout, training = HfConfig.read(folder), LayoutConfig(), TrainingConfig()
+    hf = HfConfig.read(folder)
+    layout = LayoutConfig()
+    training = TrainingConfig()
     params = family_of(hf).params(hf)
     with single_rank_environment():
         parallel = start_parallel(layout, 0, TIMEOUT_S)

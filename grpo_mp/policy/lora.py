@@ -55,7 +55,9 @@ class Factors:
         if len(self.param.hf) == 1:
             return tensors[0]
         rank, by_part = tensors[0].shape[1], dict(zip((one.part for one in self.adapters), tensors, strict=True))
-        blocks, before, width = [], 0, rank * len(tensors)
+        blocks = []
+        before = 0
+        width = rank * len(tensors)
         for part, shape in enumerate(self.param.shapes):
             if part in by_part:
                 blocks.append(functional.pad(by_part[part], (before, width - before - rank)))

@@ -62,7 +62,9 @@ class TrainedModel:
 
         `params`: parameters of the full model, adapters included.
         """
-        self.parallel, self.hf, self.params = parallel, hf, params
+        self.parallel = parallel
+        self.hf = hf
+        self.params = params
         dtype, megatron_args = settings.model.dtype, settings.training.megatron_args
         self.config = transformer_config(settings.layout, settings.training, dtype, hf)
         models = build_chunks(

@@ -80,7 +80,10 @@ class _TokenLogprobs(torch.autograd.Function):
                 logits, targets[chunk], shard, None if others is None else others[chunk]
             )
         ctx.save_for_backward(hidden, weight, targets, norm, result[1:], others)
-        ctx.shard, ctx.temperature, ctx.chunk_tokens, ctx.fp32_head = shard, temperature, chunk_tokens, fp32_head
+        ctx.shard = shard
+        ctx.temperature = temperature
+        ctx.chunk_tokens = chunk_tokens
+        ctx.fp32_head = fp32_head
         return result
 
     @staticmethod
@@ -134,7 +137,9 @@ def _forward_chunk(
     reduced = torch.cat([torch.stack(sums), token_logits.t()])
     if shard.group is not None:
         dist.all_reduce(reduced, group=shard.group)
-    total, weighted, picked = reduced[0], reduced[len(sums) - 1], reduced[len(sums) :]
+    total = reduced[0]
+    weighted = reduced[len(sums) - 1]
+    picked = reduced[len(sums) :]
     log_sum = total.log()
     result = [picked[0] - log_sum, log_sum - weighted / total]
     if others is not None:

@@ -86,7 +86,9 @@ class MathVerifier:
 def _read_line(child: subprocess.Popen[bytes], limit_s: float) -> str | None:
     """Return the next line of the child; None if the child has ended or writes no line in `limit_s` seconds."""
     assert child.stdout is not None
-    descriptor, deadline, line = child.stdout.fileno(), time.monotonic() + limit_s, b""
+    descriptor = child.stdout.fileno()
+    deadline = time.monotonic() + limit_s
+    line = b""
     while not line.endswith(b"\n"):
         ready = wait([descriptor], max(0.0, deadline - time.monotonic()))
         chunk = os.read(descriptor, 4096) if ready else b""

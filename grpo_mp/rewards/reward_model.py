@@ -157,7 +157,9 @@ def step_ends(pieces: Sequence[str], generated: Sequence[bool] = ()) -> list[int
     pieces: text of each token; generated: whether the policy generated each token, (): all. Other tokens of an episode
     belong to no step. Blank text alone is no step.
     """
-    ends, text, own = list[int](), "", [*generated] or [True] * len(pieces)
+    ends = list[int]()
+    text = ""
+    own = [*generated] or [True] * len(pieces)
     for index, piece in enumerate(pieces):
         text += piece if own[index] else ""
         ends_turn = own[index] and not (index + 1 < len(own) and own[index + 1])

@@ -149,7 +149,7 @@ def same_tokens(sent: Sequence[Sequence[int]], echoed: Sequence[Sequence[int]]) 
 
 
 def check_served_tokens(settings: ServedModelConfig, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Compare the policy's tokens with those of a server at `url`; return a warning if the server does not answer."""
+    """Check that policy and teacher server have the same vocabulary; return a warning if the server does not answer."""
     client = TeacherClient(settings, timeout_s=CHECK_LIMIT_S, retries=0)
     numbers = sorted(tokenizer.get_vocab().values())
     try:

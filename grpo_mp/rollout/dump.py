@@ -136,7 +136,9 @@ def rows_of(group: SampleGroup, selected: bool) -> list[Row]:
 
 
 def _row_of(group: SampleGroup, sample: Sample, selected: bool) -> Row:
-    prompt, experts, topk = group.prompt, sample.routed_experts, sample.teacher_topk
+    prompt = group.prompt
+    experts = sample.routed_experts
+    topk = sample.teacher_topk
     return {name: vars(sample)[name] for name in (*LISTS, *OTHERS, "part")} | {
         "selected": selected,
         "finished": group.finished,

@@ -53,7 +53,9 @@ class EnginePoll:
 
     def __init__(self, engine: "HostedEngine", run_folder: Path, count: Count, every_s: float) -> None:
         """Store the engine, which may be started later. `count`: records counters, see Timeline."""
-        self._engine, self._count, self._every_s = engine, count, every_s
+        self._engine = engine
+        self._count = count
+        self._every_s = every_s
         self._file = load_file(run_folder, engine.index)
         self._ended = Event()
         self._last: EngineLoad | None = None

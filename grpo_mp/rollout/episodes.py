@@ -258,7 +258,10 @@ def _tokens_of(
     first, last = (numbers[0], numbers[-1] + 1) if numbers else (len(segments), 0)
     prompt = tuple(token for segment in segments[:first] for token in segment.tokens)
     response = segments[first:last] or (Segment((end_token,), generated=False),)
-    versions, rewards, turns, end = list[int](), list[tuple[int, float]](), list[tuple[int, int]](), 0
+    versions = list[int]()
+    rewards = list[tuple[int, float]]()
+    turns = list[tuple[int, int]]()
+    end = 0
     for segment in response:
         before = versions[-1] if versions else 0
         versions += segment.weight_versions if segment.generated else (before,) * len(segment.tokens)

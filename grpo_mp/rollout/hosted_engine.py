@@ -45,9 +45,13 @@ class HostedEngine:
         """
         self.client: EngineClient | None = None
         self.is_lost = False  # the engine is restarting, or is about to
-        self._config, self._placement, self._process = config, placement, process
+        self._config = config
+        self._placement = placement
+        self._process = process
         self._request_timeout_s = request_timeout_s
-        self._loop, self._routing, self._owns_devices = loop, routing, owns_devices
+        self._loop = loop
+        self._routing = routing
+        self._owns_devices = owns_devices
         self._store: dist.Store | None = None
         self._restart: BackgroundTask | None = None
         self._watch: BackgroundTask | None = None
@@ -192,7 +196,9 @@ class EngineNode:
     """Part of a multi-node engine on a node other than the engine host's; starts and stops with the engine host."""
 
     def __init__(self, placement: EnginePlacement, process: EngineProcess) -> None:
-        self._placement, self._process, self._stopped = placement, process, Event()
+        self._placement = placement
+        self._process = process
+        self._stopped = Event()
         self._task: BackgroundTask | None = None
 
     def start(self, store: dist.Store) -> None:

@@ -65,7 +65,9 @@ class GroupJournal:
     """Writer that appends a rank's groups to its journal files. Thread-safe."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self._folder, self._rank, self._lock = folder, rank, threading.Lock()
+        self._folder = folder
+        self._rank = rank
+        self._lock = threading.Lock()
         self._opened = set[Path]()
 
     def append(self, step: int, group_id: int, group: EndedGroup, stats: RewardStats, kept: bool) -> bool:

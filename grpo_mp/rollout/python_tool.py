@@ -64,7 +64,9 @@ class Session:
 
         Returns None if there is no reply within `limit_s`.
         """
-        descriptor, deadline, text = self._process.stdout.fileno(), time.monotonic() + limit_s, b""  # type: ignore[union-attr]
+        descriptor = self._process.stdout.fileno()  # type: ignore[union-attr]
+        deadline = time.monotonic() + limit_s
+        text = b""
         while True:
             ready = wait([descriptor], max(0.0, deadline - time.monotonic()))
             if not (ready and (piece := os.read(descriptor, 2**16))):

@@ -51,7 +51,9 @@ class RewardServers:
         host engines.
         """
         self._models = models
-        self._settings, self._rank, self._host_ranks = settings, rank, host_ranks
+        self._settings = settings
+        self._rank = rank
+        self._host_ranks = host_ranks
         self._node = range(rank // ranks_per_node * ranks_per_node, (rank // ranks_per_node + 1) * ranks_per_node)
         self._own = {
             name: EngineProcess(

@@ -74,7 +74,9 @@ class Rollout:
         `load_weights`: engines read their weights from `model.path` and no weight sync follows, see
         `engines_can_load_weights`; `has_engines`: False: the job has no engines and no reward servers.
         """
-        self._settings, self._tokenizer, self._scorer = settings, parts.tokenizer, parts.scorer
+        self._settings = settings
+        self._tokenizer = parts.tokenizer
+        self._scorer = parts.scorer
         self._episodes, self._teacher = parts.episodes, parts.teacher
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         placements = engine_placements(settings.engine, world_size, ranks_per_node) if has_engines else ()

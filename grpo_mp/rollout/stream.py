@@ -29,8 +29,12 @@ class GroupStream:
         engines: int = 1,
     ) -> None:
         self.check_peers: Callable[[], None] = lambda: None  # raises if another generating rank has died
-        self._engines, self._attempt, self._seen = engines, 0, 0
-        self._store, self._key, self.rule = store, f"stream/{name}", rule
+        self._engines = engines
+        self._attempt = 0
+        self._seen = 0
+        self._store = store
+        self._key = f"stream/{name}"
+        self.rule = rule
         self._append(" ")  # reading a missing key would block
         self._store.append(f"{self._key}/ahead", " ")  # type: ignore[attr-defined]  # torch's stubs lack it
 
@@ -124,7 +128,10 @@ class LaunchGate:
         `lookahead`: number of groups of later steps that may be launched now; `stopped`: whether the job is shutting
         down; `waits_for_ahead`: whether the step also waits until groups of later steps reach their token limits.
         """
-        self._stream, self._changed, self._lookahead, self._stopped = stream, asyncio.Condition(), lookahead, stopped
+        self._stream = stream
+        self._changed = asyncio.Condition()
+        self._lookahead = lookahead
+        self._stopped = stopped
         self._waits_for_ahead = waits_for_ahead
         self._read()
 

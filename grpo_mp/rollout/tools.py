@@ -152,7 +152,9 @@ def load_tools(
         raise UserError(f"rollout.tool_args: {unknown!r} is not in {SETTING}{did_you_mean(unknown, paths)}")
     if missing := [name for name in variables if name not in os.environ]:
         raise UserError(f"rollout.tool_environment: the run has no variable {', '.join(missing)}: set it")
-    functions, classes, schemas = dict[str, RemoteTool](), dict[str, EnvironmentClass](), list[dict[str, Any]]()
+    functions = dict[str, RemoteTool]()
+    classes = dict[str, EnvironmentClass]()
+    schemas = list[dict[str, Any]]()
     for path in paths:
         label = f"{SETTING} {path!r}"
         loaded = load_attribute(path, label)

@@ -265,7 +265,9 @@ class _Groups:
     """Bookkeeping of one engine's groups in one step: claimed, running, waiting and ended groups."""
 
     def __init__(self, task: RolloutTask, stream: GroupStream, step_tokens: int) -> None:
-        self._task, self._stream, self._step_tokens = task, stream, step_tokens
+        self._task = task
+        self._stream = stream
+        self._step_tokens = step_tokens
         self.running: dict[asyncio.Task[EndedGroup], int] = {}
         self._claimed = set[int]()  # claimed but not launched yet
         self._ended: dict[int, EndedGroup] = {}

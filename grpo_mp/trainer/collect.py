@@ -260,7 +260,9 @@ class RolloutCollector:
 
     def _begin(self, state: TrainState, step: int) -> Generation:
         """Start to generate a step's groups on this rank's engine, if it has one."""
-        config, job, colocated = self.settings.rollout, self.job, self.settings.shares_devices
+        config = self.settings.rollout
+        job = self.job
+        colocated = self.settings.shares_devices
         curriculum = PromptCurriculum(state.skipped_until, state.solve_rates)
         rule = admission_rule(self._rule, config.prompts_per_step, config.max_staleness)
         self._queue.begin_step(
@@ -337,7 +339,9 @@ class RolloutCollector:
         kept: Mapping[int, bool | None],
     ) -> RolloutBatch:
         """Make the step's batch from this rank's launched groups, and carry the groups of later steps."""
-        first, group, max_staleness = state.groups_launched, self.job.group, self.settings.rollout.max_staleness
+        first = state.groups_launched
+        group = self.job.group
+        max_staleness = self.settings.rollout.max_staleness
         later: LaunchedGroups = {}
         if max_staleness:
             later = {number: groups for number, groups in launched.items() if number >= admission.consumed}

@@ -98,7 +98,7 @@ class RolloutContext(RunContext):
 
 @dataclass
 class TrainContext(RolloutContext, PolicyContext):
-    """Parts of an RL job on a rank that trains: those of every rank, and policy, critic and checkpoint saver."""
+    """Context of a training rank in an RL job: adds policy, critic and checkpoint saver to `RolloutContext`."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,9 @@ def open_context(
 ) -> Iterator[RolloutContext]:
     """Open an RL job: start the engine, build the policy, resume; yield a TrainContext on ranks that train."""
     with _open_job(settings, inputs, settings.run.steps, find_checkpoints) as (runtime, resumed), ExitStack() as stack:
-        job, rollout, progress = runtime.job, runtime.rollout, runtime.progress
+        job = runtime.job
+        rollout = runtime.rollout
+        progress = runtime.progress
         state = replace(resumed.state, data=inputs.train.digest or resumed.state.data)  # a replay reads no data
         preemption = PreemptionHandler()
         dropped, recorded = ([], None) if inputs.replay else _recorded_groups(settings, inputs, runtime)
@@ -272,7 +274,9 @@ def _make_phases(
 def open_engines_only(settings: Settings, inputs: RunInputs, greeting: str) -> Iterator[EngineContext]:
     """Open a job without a policy: start this rank's engine with the weights of `model.path`."""
     with _open_job(settings, inputs, steps=0, load_weights=True) as (runtime, _):
-        job, rollout, progress = runtime.job, runtime.rollout, runtime.progress
+        job = runtime.job
+        rollout = runtime.rollout
+        progress = runtime.progress
         show_notes(progress, job.rank, greeting=greeting, notes=(), warnings=(*inputs.warnings, *runtime.machine))
         _start(runtime, START_TIMEOUT_S, offload=False, build=None)
         monitor = settings.monitor

@@ -63,7 +63,9 @@ def describe_sft(
     settings: SftSettings, inputs: SftInputs, world_size: int, ranks_per_node: int, every_setting: bool = False
 ) -> str:
     """Return the dry-run text of an SFT run: layout, sizes, first sample, warnings, and settings as YAML."""
-    sft, train, steps = settings.sft, inputs.train, settings.run.steps
+    sft = settings.sft
+    train = inputs.train
+    steps = settings.run.steps
     lengths, learned = train.lengths, train.learned.sum() / train.lengths.sum()
     evals = ", ".join(f"{len(held_out)} of {name}" for name, held_out in inputs.evals.items()) or "none"
     epochs = min(sft.epochs or math.inf, steps * sft.batch_size / train.epoch_size)  # the last step may be partial

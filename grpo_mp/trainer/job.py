@@ -69,7 +69,7 @@ class RunContext:
 
 @dataclass
 class PolicyContext(RunContext):
-    """Parts of a rank that trains: those of every rank, and layout, models and checkpoint saver."""
+    """Context of a training rank: adds layout, models and checkpoint saver to `RunContext`."""
 
     parallel: Parallel
     policy: Policy

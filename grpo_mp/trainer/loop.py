@@ -32,7 +32,9 @@ class TrainingLoop:
 
     def __init__(self, ctx: PolicyContext, logger: StepLogger) -> None:
         settings, folder = ctx.settings, ctx.settings.run.folder
-        self._ctx, self._logger, self._first_step = ctx, logger, ctx.state.step
+        self._ctx = ctx
+        self._logger = logger
+        self._first_step = ctx.state.step
         past = broadcast(read_metrics(folder / METRICS), ctx.parallel.cpu_group)
         done = [line for line in past if (line["step"] or 0) <= ctx.state.step]
         self._guards = MetricGuards(settings.monitor.guards, done)

@@ -51,7 +51,10 @@ class PhaseManager:
         bytes for the out-of-memory message.
         """
         self.memory_tracker = MemoryTracker()
-        self._timeline, self._watchdog, self._progress, self._limit_s = timeline, watchdog, progress, limit_s
+        self._timeline = timeline
+        self._watchdog = watchdog
+        self._progress = progress
+        self._limit_s = limit_s
         self._offload_functions, self._items = offload_functions or {}, items
         self._resident = resident or Residency()
 

@@ -302,7 +302,9 @@ def check_positions(settings: Settings, hf: HfConfig) -> None:
 
 def start_warnings(settings: Settings, fp8: bool) -> list[str]:
     """Return warnings if the samples' distribution is not what the loss assumes. `fp8`: engines compute in FP8."""
-    algorithm, rollout, warnings = settings.algorithm, settings.rollout, list[str]()
+    algorithm = settings.algorithm
+    rollout = settings.rollout
+    warnings = list[str]()
     if rollout.top_p < 1:
         warnings.append(
             f"rollout.top_p={rollout.top_p:g} cuts tokens off the distribution that is trained: they lose probability "

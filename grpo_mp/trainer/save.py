@@ -49,7 +49,10 @@ from grpo_mp.weight_sync.reshard import Resharder
 from grpo_mp.weight_sync.update import plan_rounds
 from grpo_mp.weight_sync.wire import WireFormat
 
-POLICY, REFERENCE, CRITIC = "policy", "reference", "critic"  # folders of a checkpoint
+# folders of a checkpoint
+POLICY = "policy"
+REFERENCE = "reference"
+CRITIC = "critic"
 FAILED_LIMIT_S = 20.0  # how long a run that failed waits for its last checkpoint
 LOGGER = logging.getLogger(__name__)
 
@@ -99,7 +102,9 @@ class CheckpointSaver:
         `weights_stay`: weights are not offloaded between updates, so they may be written in the background, unless a
         reference model is swapped with them.
         """
-        self._run, self._policy, self._limit_s = run, policy, limit_s
+        self._run = run
+        self._policy = policy
+        self._limit_s = limit_s
         self._models: dict[str, TrainedModel] = {POLICY: policy} | ({CRITIC: critic} if critic else {})
         self._weights_later = weights_stay and policy.reference is None
         self._task: _Save | None = None

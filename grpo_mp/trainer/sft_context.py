@@ -61,11 +61,9 @@ def open_sft_context(
         open_monitors(settings.run.folder, job.rank, settings.run.steps, resumed.state.step) as monitors,
     ):
         run = settings.run
-        preemption, state, progress = (
-            PreemptionHandler(),
-            replace(resumed.state, data=inputs.train.digest),
-            monitors.progress,
-        )
+        preemption = PreemptionHandler()
+        state = replace(resumed.state, data=inputs.train.digest)
+        progress = monitors.progress
         start = f"resumes after step {state.step}" if state.step else "starts"
         greeting = (
             f"{run.folder}: {start}; {settings.model.path} on {job.world_size} ranks, "

@@ -106,7 +106,9 @@ class StepLogger:
         **of_samples: Any,
     ) -> "StepLogger":
         """Open the loggers; remove sample and score files of steps to be repeated. `settings`: for the loggers."""
-        folder, first_step, watch = ctx.settings.run.folder, ctx.state.step + 1 if ctx.state.step else 0, RuleWatch()
+        folder = ctx.settings.run.folder
+        first_step = ctx.state.step + 1 if ctx.state.step else 0
+        watch = RuleWatch()
         writes = ctx.parallel.rank == 0
         if writes:
             drop_later_files(folder, first_step)
@@ -132,7 +134,9 @@ class StepLogger:
     def step_record(self, step: StepOutcome) -> StepRecord:
         """Collect the metrics and samples of a step, without its evaluation."""
         summaries, summary, common = self.common_record()
-        rollouts, batch, updates = step.rollouts, step.batch, step.updates
+        rollouts = step.rollouts
+        batch = step.batch
+        updates = step.updates
         logprob_token_count = logprob_tokens(updates, self.parallel)
         stats = rollouts.reward_stats
         for term, sentence in stats.first_errors.items():

@@ -37,7 +37,9 @@ class Phase(StrEnum):
     def __new__(cls, value: str, description: str, resident: Residency, is_work: bool) -> "Phase":
         phase = str.__new__(cls, value)
         phase._value_ = value
-        phase.description, phase.resident, phase.is_work = description, resident, is_work
+        phase.description = description
+        phase.resident = resident
+        phase.is_work = is_work
         return phase
 
     GENERATE = "GENERATE", "the engines write answers", GENERATION, True

@@ -49,7 +49,7 @@ def with_descendants(command: Sequence[str], folder: str = "") -> list[str]:
 
 
 def end_with_launcher() -> None:
-    """Let the kernel kill this rank when its launcher (torchrun or `grpo-mp train --ranks`) ends.
+    """Ask the kernel to kill this rank when its launcher (torchrun or `grpo-mp train --ranks`) ends.
 
     Otherwise the rank would keep running beside the ranks of the next job. Exits if the launcher has already ended.
     """

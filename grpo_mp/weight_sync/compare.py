@@ -22,7 +22,10 @@ WRONG_FACTOR = 2.5  # above this factor rounding cannot explain the difference; 
 # happens to one token in tens of thousands. A wrong tensor affects more tokens, even that of a rarely chosen expert.
 RECHECK_SETS = 8
 MAX_ROUTING_TIES = 3
-MIN_TEXTS, MAX_TEXTS, MIN_TOKENS = 4, 32, 256  # limits of a set: at least 4 prompts, more if they are short
+# limits of a set: at least 4 prompts, more if they are short
+MIN_TEXTS = 4
+MAX_TEXTS = 32
+MIN_TOKENS = 256
 ANSWERS, ANSWER_TOKENS = 2, 128  # number of answers of the last step to compare, and tokens at the end of each
 
 EngineChecksums = Mapping[str, str]  # checksums of an engine's tensors, by the engine's tensor names

@@ -99,7 +99,9 @@ class WeightSync:
         While the engines load a round, the ranks exchange the next round. Raises UserError if an engine rejects a
         request.
         """
-        started, rounds, staged_bytes = time.monotonic(), self.resharder.rounds, list[int]()
+        started = time.monotonic()
+        rounds = self.resharder.rounds
+        staged_bytes = list[int]()
         stages = self.resharder.stages(rounds)
         if self.link:
             self.link.begin()
@@ -151,7 +153,7 @@ class PolicyShards:
 
     @classmethod
     def none(cls, hf: HfConfig, layout: LayoutConfig) -> "PolicyShards":
-        """Return the empty shards of a rank that only hosts engines. `layout`: layout of the training ranks."""
+        """Return an empty set of shards, for an engine-only rank. `layout`: layout of the training ranks."""
         params = family_of(hf).params(hf)
         return cls(hf, params, {name: tp_size(param, layout) for name, param in params.items()})
 

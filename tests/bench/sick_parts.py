@@ -37,14 +37,14 @@ def slow(samples: Any, step: int) -> dict[int, int]:
 
 
 def slow_rank(samples: Any, step: int) -> dict[int, int]:
-    """Let every layer's forward of rank 1 take longer from now on, and skip no prompt."""
+    """Slow down every layer's forward pass on rank 1 from now on; skip no prompt."""
     if os.environ["RANK"] == "1":
         slow_down_forwards()
     return {}
 
 
 def slow_engine(samples: Any, step: int) -> dict[int, int]:
-    """Let the engine of rank 1 stand still for nine tenths of the time from now on, and skip no prompt."""
+    """Suspend the engine of rank 1 for nine tenths of the time from now on; skip no prompt."""
     if os.environ["RANK"] == "1":
         hold_up_engine()
     return {}
@@ -69,5 +69,5 @@ def hold_up_engine() -> None:
 
 @cache
 def slow_down_forwards() -> None:
-    """Let this process's modules sleep for twenty milliseconds after each forward."""
+    """Make the modules of this process sleep for twenty milliseconds after each forward pass."""
     torch.nn.modules.module.register_module_forward_hook(lambda *_: time.sleep(0.02))

@@ -50,7 +50,7 @@ def all_layouts(largest: int, layers: int) -> list[LayoutConfig]:
 
 
 def is_valid(layout: LayoutConfig, model: ModelShape, world_size: int) -> bool:
-    """Tell whether every size divides evenly over the ranks."""
+    """Return whether every size divides evenly over the ranks."""
     chunks = layout.virtual_pipeline or 1
     shares = [
         world_size / (layout.tensor * layout.context * layout.pipeline),

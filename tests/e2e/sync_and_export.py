@@ -68,7 +68,7 @@ async def describe(client: EngineClient) -> dict[str, Any]:
 
 
 async def load_and_describe(client: EngineClient, folder: str) -> dict[str, Any]:
-    """Let SGLang load a Hugging Face folder by itself."""
+    """Load a Hugging Face folder by SGLang's own loader."""
     await client._post("/update_weights_from_disk", {"model_path": folder})
     return await describe(client)
 

@@ -30,7 +30,7 @@ def expected_tables(folder: Path, rows: list[dict]) -> list[torch.Tensor]:
 
 
 def prefer_some_tokens(folder: Path) -> None:
-    """Let a random model like the same tokens after any other, which is soon learned: all embeddings have a part."""
+    """Make a random model prefer the same tokens everywhere, by a common part of all embeddings."""
     file = folder / "model.safetensors"
     weights = load_file(file)
     weights["model.embed_tokens.weight"] += 0.5

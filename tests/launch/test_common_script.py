@@ -61,7 +61,7 @@ class Script:
             (folder / name).chmod(0o755)
 
     def when(self, what: str, commands: str) -> None:
-        """Let this happen in a step, `check` or `train`, or while a command of slurm_job answers.
+        """Run shell commands in the step `check` or `train`, or during a command of slurm_job.
 
         `states`: what prints a line for each node, as "n1 down*"; `slurm`: what comes before each question to Slurm.
         """

@@ -31,7 +31,7 @@ class TrlStep:
 
 @cache
 def trl_step(model: Path, kind: str, output: Path) -> TrlStep:
-    """Let TRL tokenize, mask and collate the chats by itself, and compute."""
+    """Run TRL's SFT trainer on the chats; return its loss and gradients."""
     rows, template = CHATS[kind]
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = template

@@ -198,7 +198,7 @@ def stored_bytes(folder: Path, model: Path) -> tuple[float, float]:
 
 @contextmanager
 def as_on_a_device() -> Iterator[None]:
-    """Let the policy's optimizer be built as on a GPU."""
+    """Build the policy's optimizer as on a GPU."""
     from grpo_mp import platform
     from grpo_mp.policy import megatron_config
 

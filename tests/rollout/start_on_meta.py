@@ -150,7 +150,7 @@ def start_on_meta(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _loaded_by_sync(model: Any, server_args: Any) -> dict[str, list[str]]:
-    """Let a model load what a weight sync sends of a layer that drafts and is trained; name what it has loaded, or not.
+    """Load the synced tensors of a trained draft layer; return the loaded and the missing names.
 
     Its weights are on meta: nothing is copied, and SGLang's own loaders check names and shapes.
     """
@@ -316,7 +316,7 @@ def _meta_for_cuda(value: Any) -> Any:
 
 
 def disable_other_models(kept: tuple[str, ...]) -> None:
-    """Let SGLang import only the models of these files: all of them take ten seconds."""
+    """Restrict SGLang's model registry to these files; importing all models takes ten seconds."""
     import sglang.srt.models as models
 
     names = {name.removesuffix(".py") for name in os.listdir(models.__path__[0])}

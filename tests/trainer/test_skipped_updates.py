@@ -25,7 +25,7 @@ ADAPTIVE = {"kl": 0.1}
 
 
 def spoil(update: Sequence[MicroBatch], advantage: float = torch.nan) -> list[MicroBatch]:
-    """Let the samples of one micro-batch have this advantage."""
+    """Set the advantage of the samples in one micro-batch."""
     first, *rest = update
     return [replace(first, advantages=torch.full_like(first.advantages, advantage)), *rest]
 

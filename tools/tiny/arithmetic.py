@@ -137,7 +137,9 @@ def vocabulary_words() -> tuple[str, ...]:
 
 def add_columns(a: int, b: int, slip: Slip | None = None) -> tuple[str, int]:
     """Add digit by digit from the right, with carries; return working and result: '8+4=12 1+3+1=5', 52 for 18 + 34."""
-    steps, carry, result = [], 0, 0
+    steps = []
+    carry = 0
+    result = 0
     for place, (x, y) in enumerate(_digit_pairs(a, b)):
         total = min(19, abs(x + y + carry + _slip_offset(slip, place)))  # a column sum is at most 19: 9 + 9 + 1
         steps.append(f"{x}+{y}{'+1' if carry else ''}={total}")
@@ -148,7 +150,9 @@ def add_columns(a: int, b: int, slip: Slip | None = None) -> tuple[str, int]:
 
 def subtract_columns(a: int, b: int, slip: Slip | None = None) -> tuple[str, int]:
     """Subtract b <= a digit by digit from the right; return working and result: '12-8=4 5-1-1=3', 34 for 52 - 18."""
-    steps, borrowed, result = [], 0, 0
+    steps = []
+    borrowed = 0
+    result = 0
     for place, (x, y) in enumerate(_digit_pairs(a, b)):
         ten = 10 if x - y - borrowed < 0 else 0
         digit = (x + ten - y - borrowed + _slip_offset(slip, place)) % 10

@@ -23,7 +23,9 @@ from grpo_mp.utils.files import as_json, encodable, incomplete
 from grpo_mp.utils.types import Message, Prompt, Sample, SampleGroup
 
 GROUPS = "groups"  # journal folder in the job's folder
-SAMPLES, PASS_RATES, SUMMARY = "samples.parquet", "pass_rates.jsonl", "sample.json"
+SAMPLES = "samples.parquet"
+PASS_RATES = "pass_rates.jsonl"
+SUMMARY = "sample.json"
 ROW_GROUP_BYTES = 2**26  # before compression: readers and the writer hold one row group at a time
 JSON_TEXT = pa.json_()  # `datasets` reads it as objects
 MESSAGE = {"role": pa.string(), "content": pa.string()}
@@ -63,7 +65,9 @@ class AnswerWriter:
 
     def write(self, recorded: Mapping[int, Record], facts: Mapping[str, Any]) -> dict[str, Any]:
         """Write samples and pass rates atomically, with one row group in memory at a time; return the summary."""
-        dropped, stats, infos = Counter(dict.fromkeys(self.filters, 0)), RewardStats(), []
+        dropped = Counter(dict.fromkeys(self.filters, 0))
+        stats = RewardStats()
+        infos = []
         kept_samples = kept_prompts = 0
         with ExitStack() as stack:
             rates = stack.enter_context(

@@ -58,7 +58,9 @@ class SampleFarm:
 
     def run(self, done: Set[int]) -> Throughput:
         """Generate groups for all prompts not in `done`, without those that time out; return the throughput."""
-        job, settings, done = self.engines.job, self.settings, set(done)
+        job = self.engines.job
+        settings = self.settings
+        done = set(done)
         size = settings.engine.concurrent_groups * len(self.engines.rollout.host_ranks)
         began_s = time.monotonic()
         # If a restarted engine gets its weights by a sync, all engines must be idle then: no group runs ahead.
