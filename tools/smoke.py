@@ -7,7 +7,6 @@ run, checks the exported model, and measures the rates that plans assume. Prints
 OUT/cluster.yaml for `grpo-mp plan --cluster OUT/cluster.yaml`. The exit status is 1 if a check failed.
 """
 
-import json
 import math
 import os
 import signal
@@ -24,6 +23,8 @@ import torch
 import yaml
 
 from grpo_mp import platform
+from grpo_mp.checkpoint.run_state import METRICS
+from grpo_mp.monitor.run_folder import read_metrics
 from grpo_mp.planner.clusters import PROFILES, cluster_of
 from grpo_mp.utils.errors import UserError, exit_with
 from grpo_mp.utils.parsers import Parser, positive_int
@@ -200,7 +201,7 @@ def train(machine: Machine, name: str, settings: Sequence[str]) -> str:
     """Train for a few steps; return the summary of the run."""
     arguments = [*common_settings(machine, name, STEPS), *settings]
     run_command(machine.train_command(name, arguments), machine.folder / f"{name}.log")
-    return summarize(read_metrics(machine.folder / name), STEPS)
+    return summarize(read_metrics(machine.folder / name / METRICS), STEPS)
 
 
 def kill_and_resume(machine: Machine, settings: Sequence[str]) -> str:
@@ -209,14 +210,14 @@ def kill_and_resume(machine: Machine, settings: Sequence[str]) -> str:
     command, log = machine.train_command("kill", arguments), machine.folder / "kill.log"
     run = machine.folder / "kill"
     with start(command, log) as job:
-        while len(read_metrics(run)) < 2:
+        while len(read_metrics(run / METRICS)) <= 2:  # steps 0 to 2
             if job.poll() is not None:
                 raise UserError(f"the run ended before the kill: {last_error(log)}")
             time.sleep(0.2)
         os.killpg(job.pid, signal.SIGKILL)
-    killed_at = len(read_metrics(run))
+    killed_at = int(read_metrics(run / METRICS)[-1]["step"])
     run_command(command, log)
-    return f"killed after step {killed_at}; {summarize(read_metrics(run), 2 * STEPS)}"
+    return f"killed after step {killed_at}; {summarize(read_metrics(run / METRICS), 2 * STEPS)}"
 
 
 def describe_export(folder: Path) -> str:
@@ -244,19 +245,13 @@ def summarize(lines: Sequence[Mapping[str, float]], steps: int) -> str:
     Step 0 is the first evaluation.
     """
     done = [int(line["step"]) for line in lines]
-    if sorted({*done}) != [*range(steps + 1)]:
+    if done != [*range(steps + 1)]:
         raise UserError(f"metrics.jsonl has the steps {done}, not 0 to {steps}: see the log beside the run")
     last = lines[-1]
     check = f"sync check {last['sync/check/logprob_abs_diff/mean']:.1e} of {last['sync/check/limit']:.1e} nats"
     decode = f"decode against training {last['mismatch/logprob_abs_diff/mean']:.1e} nats"
     decoded, synced = last["speed/generate_tokens_per_s"], last["sync/bytes_per_s"] / 1e9
     return f"{check}, {decode}, {decoded:.0f} tokens/s, sync {synced:.2g} GB/s, step {last['time/step_s']:.1f} s"
-
-
-def read_metrics(run: Path) -> list[dict[str, float]]:
-    """Return the complete lines of a run's metrics.jsonl."""
-    file = run / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines(True) if line[-1] == "\n"] if file.exists() else []
 
 
 def run_command(command: Sequence[str], log: Path) -> None:

@@ -104,15 +104,19 @@ def test_what_a_teacher_allows() -> None:
     settings({"answer": 1.0}, **elsewhere, schedule="async", engine={"ranks": 1}, sync={"pause": "in_place"})
 
 
+def refusal(chosen: Settings, tiny_run: TinyRun, ranks: int) -> str:
+    with pytest.raises(UserError) as raised:
+        check_served_models(chosen, AutoTokenizer.from_pretrained(tiny_run.model), ranks, ranks)
+    return str(raised.value)
+
+
 @pytest.fixture
 def refused_teacher(tiny_run: TinyRun) -> Callable[..., str]:
     """The sentence about a folder."""
 
     def check(folder: Path, ranks: int = 2, **teacher: Any) -> str:
-        chosen = settings({"answer": 1.0}, **teaching(distillation={"teacher": {"folder": str(folder), **teacher}}))
-        with pytest.raises(UserError) as raised:
-            check_served_models(chosen, AutoTokenizer.from_pretrained(tiny_run.model), ranks, ranks)
-        return str(raised.value)
+        teacher = {"folder": str(folder), **teacher}
+        return refusal(settings({"answer": 1.0}, **teaching(distillation={"teacher": teacher})), tiny_run, ranks)
 
     return check
 
@@ -183,10 +187,7 @@ def refused(tiny_run: TinyRun, folder: Path) -> Callable[..., str]:
     """The sentence about the model where its config is changed."""
 
     def check(ranks: int = 2, **model: Any) -> str:
-        chosen = settings({"model": {"folder": str(folder), **model}})
-        with pytest.raises(UserError) as raised:
-            check_served_models(chosen, AutoTokenizer.from_pretrained(tiny_run.model), ranks, ranks)
-        return str(raised.value)
+        return refusal(settings({"model": {"folder": str(folder), **model}}), tiny_run, ranks)
 
     return check
 
