@@ -21,7 +21,7 @@ from grpo_mp.config.sections import (
     TrainingConfig,
 )
 from grpo_mp.config.trainer_settings import check_training
-from grpo_mp.rewards.settings import COSINE, RewardConfig
+from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.utils.errors import did_you_mean
 from grpo_mp.utils.section import Section
 
@@ -163,8 +163,6 @@ class Settings(Section):
                     f"data.train.{name}.reward: no term of the reward is named {term!r}{did_you_mean(term, terms)}; "
                     f"there are: {', '.join(terms)}; others are described in `reward`"
                 )
-            if weights.get(COSINE) and not self.reward.correct_term_of(weights):
-                raise ValueError(f"data.train.{name}.reward: cosine needs what is correct: set reward.correct")
             if not any(weights.values()):
                 raise ValueError(f"data.train.{name}.reward: no term has a weight: name one, or set null")
         if self.set_weights and self.algorithm.advantage.combine == "normalize":

@@ -25,8 +25,8 @@ from grpo_mp.rewards.base import (
 )
 from grpo_mp.rewards.math import answer_numbers
 from grpo_mp.rewards.reward_model import Decode, Server, StepModelClient
-from grpo_mp.rewards.settings import COSINE, DATA_SET, EPISODE, STEPS, RewardConfig
-from grpo_mp.rewards.terms import BuiltInTerms, cosine_reward
+from grpo_mp.rewards.settings import DATA_SET, EPISODE, STEPS, RewardConfig
+from grpo_mp.rewards.terms import BuiltInTerms
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import Sample, SampleGroup, StepRewards
 
@@ -93,7 +93,7 @@ class Scorer:
         the weights of its reward terms; prompts of other data sets have the weights of the settings.
         """
         self._settings = settings
-        self._prompt_column, self._max_response_tokens = prompt_column, max_response_tokens
+        self._prompt_column = prompt_column
         self._max_steps = max_steps
         self._stats = RewardStats()
         self._lock = threading.Lock()
@@ -138,11 +138,10 @@ class Scorer:
         """
         extras: Extras = {}
         weights = self._weights(group)
-        later = {*self._own_models, COSINE}
-        results: Results = {name: self._values(name, group, step, extras) for name in weights if name not in later}
+        results: Results = {
+            name: self._values(name, group, step, extras) for name in weights if name not in self._own_models
+        }
         verdicts = _verdicts(results, self._settings.correct_term_of(weights), len(group.samples))
-        if COSINE in weights:
-            results[COSINE] = self._cosine_rewards(group, verdicts), frozenset()
         all_steps = [()] * len(group.samples) if STEPS in self._own_models else self._steps(group, step, extras)
         final_extras = dict(extras)  # a call that took too long may still write into `extras`
         samples = (
@@ -199,13 +198,6 @@ class Scorer:
         )
         return replace(group, samples=tuple(filled))
 
-    def _cosine_rewards(self, group: SampleGroup, verdicts: Sequence[bool | None]) -> Values:
-        limit = self._max_response_tokens
-        return [
-            None if verdict is None else cosine_reward(verdict, len(sample.tokens), limit)
-            for sample, verdict in zip(group.samples, verdicts, strict=True)
-        ]
-
     def connect_model(self, name: str, servers: Sequence[Server]) -> None:
         """Set the servers, which the job has started, of a model of `RewardConfig.own_models`."""
         if client := {"model": self._built_in.model, STEPS: self._step_model}[name]:
@@ -230,7 +222,6 @@ class Scorer:
     def with_limit(self, max_response_tokens: int) -> "Scorer":
         """Return a copy with separate statistics, for responses of at most `max_response_tokens`."""
         other = self.with_own_stats()
-        other._max_response_tokens = max_response_tokens
         other._built_in = self._built_in.with_limit(self._settings, max_response_tokens)
         return other
 

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from grpo_mp.rewards.language import check_language
 from grpo_mp.utils.errors import did_you_mean
 from grpo_mp.utils.section import Section, ServedModelConfig, as_bytes
 
@@ -16,7 +15,6 @@ STEPS = "steps"  # name under which step rewards are logged; not a term of the r
 DATA_SET = "data_set"  # column that holds the name of a row's data set in a mixture
 EPISODE, MODEL = "episode", "model"  # values of reward.steps: rewards by the rollout function, or by the served model
 THINK_TAGS = ("<think>", "</think>")
-COSINE = "cosine"  # the term that is computed from correctness
 SCORES = (0.0, 10.0)  # range of a judge's scores, which is mapped to [0, 1]
 RETRIES = 2  # of a request to a served model or judge
 BACKOFF_S = 1.0  # before the first retry, doubled before each further one, times 0.5 to 1.5 at random
@@ -68,17 +66,6 @@ class ThinkConfig(Section):
         0.0, description="weight of the format: 1 if one thinking part is between the tags and an answer follows"
     )
     opened: bool = Field(False, description="the chat template writes the first tag (DeepSeek-R1, Qwen3-Thinking)")
-
-
-class LanguageConfig(Section):
-    """Language consistency: which share of the words of the thinking is of the target language's script."""
-
-    weight: float = Field(0.0, description="weight of the share, from 0 to 1")
-    target: str = Field("en", description="language by ISO 639-1 code, such as en or zh")
-
-    column: str | None = Field(None, description="data column of each row's target language; null: target")
-
-    _is_known = field_validator("target")(check_language)
 
 
 class RewardModelConfig(ServedModelConfig):
@@ -165,10 +152,6 @@ class RewardConfig(Section):
     boxed_answer: Literal["last", "first"] = Field("last", description="which \\boxed{} of a response is its answer")
     length: float = Field(0.0, description="weight of tokens / limit; negative penalizes length")
     think: ThinkConfig = Field(ThinkConfig(), description="R1's format of thinking and answer")
-    language: LanguageConfig = Field(LanguageConfig(), description="language consistency of the thinking, as in R1")
-    cosine: float = Field(
-        0.0, description="weight of a reward of right and wrong answers by their length (Yeo et al., arXiv 2502.03373)"
-    )
     overlong: OverlongConfig = Field(OverlongConfig(), description="penalty of responses near the length limit")
     repetition: float = Field(
         0.0, ge=0, description="weight of a penalty: the share of n-grams of four tokens that repeat an earlier one"
@@ -217,8 +200,6 @@ class RewardConfig(Section):
             "boxed": self.boxed,
             "length": self.length,
             "think": self.think.weight,
-            "language": self.language.weight,
-            COSINE: self.cosine,
             "overlong": self.overlong.weight * (self.span / 2 or 1.0),
             "repetition": self.repetition,
             **{name: section.weight for name, section in served.items() if section},
@@ -232,7 +213,7 @@ class RewardConfig(Section):
     def function_names(self) -> dict[str, str]:
         """Name of each function: the part after its file, or the whole path if another term has that name."""
         short = {path: path.rpartition(":")[2] for path in self.functions}
-        counts = Counter([*short.values(), *{*self.term_weights, COSINE}, *[STEPS] * bool(self.steps)])
+        counts = Counter([*short.values(), *self.term_weights, *[STEPS] * bool(self.steps)])
         return {path: name if counts[name] == 1 else path for path, name in short.items()}
 
     @property
@@ -258,19 +239,14 @@ class RewardConfig(Section):
     @property
     def has_outcome(self) -> bool:
         """Whether any term rewards complete responses."""
-        sections = (
-            *(self.overlong, self.outcome_model, self.judge, self.code),
-            *(self.think, self.language),
-        )
+        sections = (self.overlong, self.outcome_model, self.judge, self.code, self.think)
         weights = [section.weight for section in sections if section]
-        return any(
-            (self.answer, self.episode, self.boxed, self.length, self.cosine, self.repetition, *weights, self.functions)
-        )
+        return any((self.answer, self.episode, self.boxed, self.length, self.repetition, *weights, self.functions))
 
     @property
     def span(self) -> float:
         """Highest minus lowest reward without penalties, for terms in [0, 1]."""
-        sections = (self.think, self.language, self.outcome_model, self.judge, self.code)
+        sections = (self.think, self.outcome_model, self.judge, self.code)
         weights = [section.weight for section in sections if section]
         return sum(map(abs, (self.answer, self.episode, self.boxed, *weights, *self.functions.values())))
 
@@ -281,17 +257,6 @@ class RewardConfig(Section):
             raise ValueError(
                 f"reward.correct: no term of the reward is named {self.correct!r}{did_you_mean(self.correct, names)}; "
                 f"there are: {', '.join(names)}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _cosine_knows_what_is_right(self) -> "RewardConfig":
-        if self.correct == COSINE:
-            raise ValueError("reward.correct: cosine follows from what is correct: name another term")
-        if self.cosine and not self.correct_term:
-            raise ValueError(
-                "reward.cosine scores right and wrong answers, and no term says which are: set reward.correct=answer, "
-                "or to another term that does"
             )
         return self
 

@@ -1,4 +1,3 @@
-import math
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -6,12 +5,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 from trl.rewards import think_format_reward
 
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rewards.settings import RewardConfig
-from grpo_mp.rewards.terms import cosine_reward, overlong_penalty, repetition_penalty, think_format
+from grpo_mp.rewards.terms import overlong_penalty, repetition_penalty, think_format
 from grpo_mp.utils.types import SampleGroup
 
 
@@ -88,44 +86,3 @@ def score_texts(reward: dict[str, Any], group: SampleGroup) -> list[float]:
 def test_the_format_is_a_term_of_the_reward(make_group: Callable[..., SampleGroup]) -> None:
     group = make_group(["<think>a</think>7", "7", "<t>a</t>7"])
     assert score_texts({"think": {"weight": 0.5}}, group) == [0.5, 0.0, 0.0]
-
-
-def test_language_consistency_is_the_share_of_the_words_of_the_thinking(make_group: Callable[..., SampleGroup]) -> None:
-    """Not of the answer; where the thinking does not end, of all words."""
-    texts = ["<think>we have 我们</think>答案是七", "我们 have 7", "<think>\\frac{x}{2}</think>七"]
-    assert score_texts({"language": {"weight": 1}}, make_group(texts)) == pytest.approx([2 / 4, 1 / 3, 1.0])
-    chinese = score_texts({"language": {"weight": 1, "target": "zh"}}, make_group(texts))
-    assert chinese == pytest.approx([2 / 4, 2 / 3, 1.0])
-    by_row = {"language": {"weight": 2, "column": "lang"}, "on_error": -1.0}
-    assert score_texts(by_row, make_group(texts[:1], lang="zh")) == [1.0]
-    for unknown in ("klingon", ["zh"], None):
-        assert score_texts(by_row, make_group(texts[:1], lang=unknown)) == [-2.0]
-    with pytest.raises(ValidationError, match="'klingon' is no known language: ar, be,"):
-        RewardConfig.model_validate({"language": {"weight": 1, "target": "klingon"}})
-
-
-@given(st.booleans(), st.integers(0, 99))
-def test_cosine_is_the_formula_of_yeo_et_al(is_correct: bool, tokens: int) -> None:
-    def cos_fn(t: int, limit: int, eta_min: float, eta_max: float) -> float:
-        return eta_min + 0.5 * (eta_max - eta_min) * (1 + math.cos(t * math.pi / limit))
-
-    expected = cos_fn(tokens, 100, 1.0, 2.0) if is_correct else cos_fn(tokens, 100, 0.0, -10.0)
-    assert cosine_reward(is_correct, tokens, 100) == pytest.approx(expected, abs=1e-9)
-
-
-def test_cosine_follows_the_term_that_says_what_is_right(make_group: Callable[..., SampleGroup]) -> None:
-    """The tiny group's tokens are its characters; the answer itself may have no weight."""
-    texts = ["\\boxed{7}".ljust(15), "\\boxed{8}".ljust(15), "\\boxed{7}".ljust(30)]
-    cosine = {"cosine": 0.5, "correct": "boxed"}
-    assert score_texts(cosine, make_group(texts)) == pytest.approx([0.75, 0.75, -5.0])
-    right = {"cosine": 0.5, "correct": "answer"}
-    assert score_texts(right, make_group(texts)) == pytest.approx([0.75, -2.5, -5.0])
-    assert score_texts({**right, "answer": 1.0}, make_group(texts)) == pytest.approx([1.75, -2.5, -4.0])
-    judge = {"url": "http://127.0.0.1:1", "model": "m"}
-    failing = {"cosine": 1.0, "judge": judge, "correct": "judge", "on_error": 0.25}
-    assert score_texts(failing, make_group(texts)) == [0.25] * 3  # a failing call's score does not say what is right
-
-
-def test_cosine_without_a_verdict_is_refused() -> None:
-    with pytest.raises(ValidationError, match=r"no term says which are: set reward\.correct=answer"):
-        RewardConfig(cosine=1.0)

@@ -1,12 +1,10 @@
 """Prompts of an eval set on an engine of the test's own: one that takes too long is a wrong answer."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 from transformers import AutoTokenizer
 
@@ -70,7 +68,7 @@ def test_a_group_past_its_limit_counts_as_wrong_answers(tiny_run: TinyRun) -> No
 def test_terms_of_the_length_know_the_limit_of_their_set(tiny_run: TinyRun) -> None:
     """A right answer of 12 tokens is too long in a rollout of 16, and short in a set whose limit is 64."""
     reward = ["reward.answer=1", "reward.overlong={weight: 1.0, buffer_tokens: 8}", "reward.length=1"]
-    overrides = [*reward, "reward.cosine=1", "data.eval.arithmetic.samples=1", "rollout.max_response_tokens=16"]
+    overrides = [*reward, "data.eval.arithmetic.samples=1", "rollout.max_response_tokens=16"]
 
     def terms_of(limit: int) -> dict[str, float]:
         limits = [*overrides, f"data.eval.arithmetic.max_response_tokens={limit}"]
@@ -79,12 +77,8 @@ def test_terms_of_the_length_know_the_limit_of_their_set(tiny_run: TinyRun) -> N
         terms: dict[str, float] = groups[0].samples[0].reward_terms
         return terms
 
-    def cosine(limit: int) -> float:
-        return 1.0 + (2.0 - 1.0) * (1 + math.cos(math.pi * 12 / limit)) / 2
-
     for limit, penalty in ((16, (16 - 8 - 12) / 8), (64, 0.0)):
         found = terms_of(limit)
         assert found["answer"] == 1.0
         assert found["overlong"] == penalty
         assert found["length"] == 12 / limit
-        assert found["cosine"] == pytest.approx(cosine(limit))
