@@ -1,6 +1,6 @@
 """Follow a run in the terminal: grpo-mp watch RUN
 
-Shows curves, ranks, engines, warnings and the latest samples until Ctrl-C. The run may have ended, or not started yet.
+Shows curves, warnings and the latest samples until Ctrl-C. The run may have ended, or not started yet.
 """
 
 import time
@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from grpo_mp.utils.parsers import Parser, non_negative
+from grpo_mp.utils.parsers import Parser
+
+EVERY_S = 2.0  # between frames
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -16,23 +18,22 @@ def main(arguments: Sequence[str]) -> int:
     parser = Parser("grpo-mp watch", __doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="run.folder of a run")
     parser.add_argument("--once", action="store_true", help="print one frame and exit")
-    parser.add_argument("--every-s", type=non_negative, default=2.0, metavar="S", help="between frames (default: 2)")
     args = parser.parse_args(arguments)
 
     from rich.console import Console
     from rich.live import Live
 
-    from grpo_mp.monitor.watch import frame, read_state  # torch is slow to import
+    from grpo_mp.monitor.watch import frame  # torch is slow to import
 
     console = Console(highlight=False)
     if args.once:
-        console.print(frame(read_state(args.run)))
+        console.print(frame(args.run))
         return 0
     with (
         suppress(KeyboardInterrupt),  # the usual way to leave
-        Live(frame(read_state(args.run)), console=console, auto_refresh=False, screen=console.is_terminal) as live,
+        Live(frame(args.run), console=console, auto_refresh=False, screen=console.is_terminal) as live,
     ):
         while True:
-            time.sleep(args.every_s)
-            live.update(frame(read_state(args.run)), refresh=True)
+            time.sleep(EVERY_S)
+            live.update(frame(args.run), refresh=True)
     return 0

@@ -3,18 +3,13 @@
 import json
 import logging
 import math
-import re
-import socket
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from grpo_mp.algorithms.evaluation import EvalScore, read_scores
-from grpo_mp.checkpoint.run_state import METRICS, PROCESSES, SETTINGS
-from grpo_mp.monitor.rank_dump import RankProcess, read_process
-from grpo_mp.monitor.rank_processes import find_process
+from grpo_mp.checkpoint.run_state import METRICS, SETTINGS
 from grpo_mp.monitor.samples import STEP_FILE, evenly_spaced
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.metric_lines import parse_metrics
@@ -24,7 +19,6 @@ from grpo_mp.utils.redact import without_secrets
 LOGGER = logging.getLogger(__name__)
 SAMPLE_FILES = 40  # sample files to read of a run, evenly spaced, including the last
 NAMED = 5  # line numbers in a warning about damaged lines
-RANK_FILE = re.compile(r"rank_(\d+)\.json")
 Line = Mapping[str, Any]
 MetricLine = Mapping[str, float]  # `step` and the metrics of the step; NaN: not finite
 
@@ -121,29 +115,5 @@ def files_by_step(files: Iterable[Path]) -> dict[int, Path]:
     return dict(sorted(steps.items()))
 
 
-def numbered_files(folder: Path, name: re.Pattern[str]) -> dict[int, Path]:
-    """Return the files of a folder whose names match, by the number in the name, in ascending order."""
-    files = {int(match[1]): file for file in folder.glob("*") if (match := name.fullmatch(file.name))}
-    return dict(sorted(files.items()))
-
-
 def _spaced_with_last(steps: Sequence[int]) -> list[int]:
     return evenly_spaced(steps[::-1], SAMPLE_FILES)[::-1]
-
-
-def has_processes(folder: Path) -> bool:
-    """Return whether a rank of the run is alive. Ranks on other hosts count as alive while their file exists."""
-    here = socket.gethostname()
-    return any(
-        process.host != here or find_process(process.pid, process.started_s) is not None
-        for process in _processes(folder)
-    )
-
-
-def _processes(folder: Path) -> list[RankProcess]:
-    found = []
-    for rank in numbered_files(folder / PROCESSES, RANK_FILE):
-        with suppress(UserError):  # another program wrote the file
-            process = read_process(folder, rank)
-            found += [process] if process else []
-    return found

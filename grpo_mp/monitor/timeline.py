@@ -8,7 +8,6 @@ curves below the lane.
 import json
 import logging
 import os
-import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -24,8 +23,6 @@ from grpo_mp.utils.phases import WAIT, Phase
 
 LOGGER = logging.getLogger(__name__)
 Event = dict[str, Any]
-TAIL_BYTES = 2**18  # read from the end of a trace for the current phase; spans that began earlier are missed
-RANK_TRACE = re.compile(r"rank_(\d+)\.json")
 
 
 @dataclass(frozen=True)
@@ -116,41 +113,14 @@ def _join_events(events: list[Event]) -> str:
 
 def read_trace(path: Path) -> list[Event]:
     """Read the events of a trace file, complete or not; skip damaged lines."""
-    return _parse(path.read_text(encoding="utf-8", errors="replace"))
-
-
-def _parse(text: str) -> list[Event]:
     events = []
-    for line in text.split("\n"):
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         with suppress(ValueError, RecursionError):
             event = json.loads(line.rstrip(","))
             kind = event.get("ph") if isinstance(event, dict) else None
             if kind == "M" or (kind in ("B", "E", "C") and "ts" in event):
                 events.append(event)
     return events
-
-
-@dataclass(frozen=True)
-class RankPhase:
-    """Phase of a rank. `name`: its open spans, outermost first, joined by " > "; "" between spans."""
-
-    rank: int
-    name: str
-    since_s: float  # begin of the innermost span, or end of the last one; seconds since the epoch
-
-
-def read_phase(rank: int, path: Path) -> RankPhase:
-    """Return the current phase of a rank from the end of its trace file."""
-    with path.open("rb") as stream:
-        stream.seek(max(0, path.stat().st_size - TAIL_BYTES))
-        return current_phase(rank, _parse(stream.read().decode(errors="replace")))
-
-
-def current_phase(rank: int, events: Sequence[Event]) -> RankPhase:
-    """Return the phase of a rank after the given events of its trace."""
-    spans = open_spans(events)
-    last_ts = spans[-1]["ts"] if spans else max((event["ts"] for event in events if event["ph"] in "BE"), default=0.0)
-    return RankPhase(rank, " > ".join(span["name"] for span in spans), last_ts / 1e6)
 
 
 def open_spans(events: Sequence[Event]) -> list[Event]:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from grpo_mp.checkpoint.run_lock import run_lock
-from grpo_mp.monitor.watch import RunState, read_state
 from grpo_mp.utils.errors import UserError
 from tests.conftest import TinyRun
 from tests.e2e.jobs import LAUNCH, Job, read_jsonl, spans
@@ -64,7 +63,6 @@ class FinishedRun:
     stopped_report: str  # the page that the first job left
     listening: list[str]  # addresses of the first job's sockets in TRAIN
     answers: dict[int, bytes]  # of each port, to another user without a key; empty where this is not root's
-    watched: RunState  # then
     second_job: str  # what a job is told that would write there, too
 
 
@@ -93,7 +91,6 @@ def finished_run(start_job: StartJob, tmp_path_factory: pytest.TempPathFactory) 
     held = [folder / f"held_{rank}" for rank in (0, 1)]
     job.wait_until(lambda: all(file.exists() for file in held))  # the engines answer meanwhile, and nothing changes
     listening = job.listening()
-    watched = read_state(run)
     answers = job.answers_to_strangers() if os.geteuid() == 0 else {}
     with pytest.raises(UserError) as refusal, run_lock(run, wait_s=0.0):
         pass
@@ -104,7 +101,7 @@ def finished_run(start_job: StartJob, tmp_path_factory: pytest.TempPathFactory) 
     stopped_after = len(read_jsonl(run / "metrics.jsonl")) - 1  # besides the line of step 0
     page = (run / "report.html").read_text() if (run / "report.html").exists() else ""
     second = outcome(start_job(*settings, f"run.steps={LAST_STEP}"))
-    return FinishedRun(folder, first, second, stopped_after, page, listening, answers, watched, str(refusal.value))
+    return FinishedRun(folder, first, second, stopped_after, page, listening, answers, str(refusal.value))
 
 
 def finished_settings(folder: Path) -> tuple[str, ...]:
