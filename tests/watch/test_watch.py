@@ -49,9 +49,7 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_run_that_is_running(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_is_running(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "220")
     assert main(["watch", str(run), "--once"]) == 0
     said = capsys.readouterr().out
