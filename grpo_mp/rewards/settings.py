@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from grpo_mp.rewards.language import check_language
 from grpo_mp.utils.errors import did_you_mean
 from grpo_mp.utils.section import Section, ServedModelConfig, as_bytes
 
@@ -66,6 +67,17 @@ class ThinkConfig(Section):
         0.0, description="weight of the format: 1 if one thinking part is between the tags and an answer follows"
     )
     opened: bool = Field(False, description="the chat template writes the first tag (DeepSeek-R1, Qwen3-Thinking)")
+
+
+class LanguageConfig(Section):
+    """Language consistency: which share of the words of the thinking is of the target language's script."""
+
+    weight: float = Field(0.0, description="weight of the share, from 0 to 1")
+    target: str = Field("en", description="language by ISO 639-1 code, such as en or zh")
+
+    column: str | None = Field(None, description="data column of each row's target language; null: target")
+
+    _is_known = field_validator("target")(check_language)
 
 
 class RewardModelConfig(ServedModelConfig):
@@ -152,6 +164,7 @@ class RewardConfig(Section):
     boxed_answer: Literal["last", "first"] = Field("last", description="which \\boxed{} of a response is its answer")
     length: float = Field(0.0, description="weight of tokens / limit; negative penalizes length")
     think: ThinkConfig = Field(ThinkConfig(), description="R1's format of thinking and answer")
+    language: LanguageConfig = Field(LanguageConfig(), description="language consistency of the thinking, as in R1")
     overlong: OverlongConfig = Field(OverlongConfig(), description="penalty of responses near the length limit")
     repetition: float = Field(
         0.0, ge=0, description="weight of a penalty: the share of n-grams of four tokens that repeat an earlier one"
@@ -200,6 +213,7 @@ class RewardConfig(Section):
             "boxed": self.boxed,
             "length": self.length,
             "think": self.think.weight,
+            "language": self.language.weight,
             "overlong": self.overlong.weight * (self.span / 2 or 1.0),
             "repetition": self.repetition,
             **{name: section.weight for name, section in served.items() if section},
@@ -239,14 +253,14 @@ class RewardConfig(Section):
     @property
     def has_outcome(self) -> bool:
         """Whether any term rewards complete responses."""
-        sections = (self.overlong, self.outcome_model, self.judge, self.code, self.think)
+        sections = (self.overlong, self.outcome_model, self.judge, self.code, self.think, self.language)
         weights = [section.weight for section in sections if section]
         return any((self.answer, self.episode, self.boxed, self.length, self.repetition, *weights, self.functions))
 
     @property
     def span(self) -> float:
         """Highest minus lowest reward without penalties, for terms in [0, 1]."""
-        sections = (self.think, self.outcome_model, self.judge, self.code)
+        sections = (self.think, self.language, self.outcome_model, self.judge, self.code)
         weights = [section.weight for section in sections if section]
         return sum(map(abs, (self.answer, self.episode, self.boxed, *weights, *self.functions.values())))
 

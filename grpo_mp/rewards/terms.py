@@ -2,15 +2,18 @@
 
 from collections.abc import Callable, Collection, Sequence
 from copy import copy
+from functools import partial
 
-from grpo_mp.rewards.base import Values
+from grpo_mp.rewards.base import RewardError, Values
 from grpo_mp.rewards.code import CodeTests
 from grpo_mp.rewards.judge import Judge
+from grpo_mp.rewards.language import LANGUAGES, script_share
 from grpo_mp.rewards.math import answer_reward, boxed_answer
 from grpo_mp.rewards.math_verify_worker import MathVerifier
 from grpo_mp.rewards.reward_model import ModelClient
 from grpo_mp.rewards.settings import THINK_TAGS, RewardConfig
 from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.reading import has_column, read_column
 from grpo_mp.utils.types import Sample, SampleGroup
 
 COMPARISON_LIMIT_S = 5.0
@@ -28,6 +31,7 @@ class BuiltInTerms:
         self._judge = Judge(settings.judge) if settings.judge and "judge" in used else None
         code = CodeTests(settings.code) if settings.code and "code" in used else None
         terms: dict[str, GroupValues] = {"answer": self._answers, **_rules(settings, max_response_tokens)}
+        terms["language"] = partial(_language_shares, settings)
         terms |= {
             name: part.values for name, part in (("model", self.model), ("judge", self._judge), ("code", code)) if part
         }
@@ -81,6 +85,22 @@ def think_format(text: str, tags: tuple[str, str], opened: bool = False) -> floa
     thinking, closing, answer = body.removeprefix("" if opened else first).partition(last)
     is_once = first not in thinking + answer and last not in answer
     return float(bool(closing and is_once and thinking.strip() and answer.strip()))
+
+
+def _language_shares(settings: RewardConfig, group: SampleGroup) -> Values:
+    """Return for each response the share of its words up to the closing tag that are in the target language's script.
+
+    DeepSeek-R1's language consistency (arXiv 2501.12948, 2.3.2).
+    """
+    language, (first, last) = settings.language, THINK_TAGS
+    target: object = language.target
+    if language.column:
+        columns = group.prompt.columns
+        target = read_column(columns, language.column) if has_column(columns, language.column) else None
+    if not isinstance(target, str) or target not in LANGUAGES:
+        raise RewardError(f"reward.language.column {language.column}: {target!r:.40} is no known language, such as en")
+    thinking = (sample.text.partition(last)[0].replace(first, " ") for sample in group.samples)
+    return [script_share(text, LANGUAGES[target]) for text in thinking]
 
 
 def overlong_penalty(tokens: int, max_response_tokens: int, buffer_tokens: int) -> float:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from trl.rewards import think_format_reward
 
 from grpo_mp.rewards.scorer import Scorer
@@ -86,3 +87,17 @@ def score_texts(reward: dict[str, Any], group: SampleGroup) -> list[float]:
 def test_the_format_is_a_term_of_the_reward(make_group: Callable[..., SampleGroup]) -> None:
     group = make_group(["<think>a</think>7", "7", "<t>a</t>7"])
     assert score_texts({"think": {"weight": 0.5}}, group) == [0.5, 0.0, 0.0]
+
+
+def test_language_consistency_is_the_share_of_the_words_of_the_thinking(make_group: Callable[..., SampleGroup]) -> None:
+    """Not of the answer; where the thinking does not end, of all words."""
+    texts = ["<think>we have 我们</think>答案是七", "我们 have 7", "<think>\\frac{x}{2}</think>七"]
+    assert score_texts({"language": {"weight": 1}}, make_group(texts)) == pytest.approx([2 / 4, 1 / 3, 1.0])
+    chinese = score_texts({"language": {"weight": 1, "target": "zh"}}, make_group(texts))
+    assert chinese == pytest.approx([2 / 4, 2 / 3, 1.0])
+    by_row = {"language": {"weight": 2, "column": "lang"}, "on_error": -1.0}
+    assert score_texts(by_row, make_group(texts[:1], lang="zh")) == [1.0]
+    for unknown in ("klingon", ["zh"], None):
+        assert score_texts(by_row, make_group(texts[:1], lang=unknown)) == [-2.0]
+    with pytest.raises(ValidationError, match="'klingon' is no known language: ar, be,"):
+        RewardConfig.model_validate({"language": {"weight": 1, "target": "klingon"}})
