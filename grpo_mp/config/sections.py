@@ -426,7 +426,6 @@ class MonitorConfig(Section):
         ge=0,
         description="steps between new versions of RUN/report.html and RUN/trace.json; 0: at the end; null: never",
     )
-    poll_engines_s: float = Field(5.0, gt=0, description="seconds between two requests for an engine's load")
     guards: dict[str, MetricGuard] = Field(
         {},
         description="limits of metrics by name, as {train/entropy: {min: 0.02, steps: 5}, reward/mean: "

@@ -1,15 +1,14 @@
 """Timeline of a rank: named spans, written as a Chrome trace during the run, and the time of a step by phase.
 
 During the run the file is a JSON array of events without the closing bracket. chrome://tracing and Perfetto read such
-files, so the trace of a killed run is readable. pid is the rank; tid 0 is its only lane, "policy"; counters appear as
-curves below the lane.
+files, so the trace of a killed run is readable. pid is the rank; tid 0 is its only lane, "policy".
 """
 
 import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +34,7 @@ class Span:
 
 
 class Timeline:
-    """Writes nested spans and counters of one rank to `<run>/trace/rank_<rank>.json`."""
+    """Writes nested spans of one rank to `<run>/trace/rank_<rank>.json`."""
 
     def __init__(self, run_folder: Path, rank: int) -> None:
         path = trace_path(run_folder, rank)
@@ -48,7 +47,7 @@ class Timeline:
         lane = {"ph": "M", "name": "thread_name", "pid": rank, "tid": 0, "args": {"name": "policy"}}
         write_atomically(path, "[\n" + _join_events([*earlier, process, lane]))
         self._path, self._file = path, path.open("a", encoding="utf-8")
-        self._writing = Lock()  # counters come from another thread
+        self._writing = Lock()
 
     def now_ns(self) -> int:
         """Return nanoseconds since the epoch; the values never decrease within this process."""
@@ -66,10 +65,6 @@ class Timeline:
             self._record("E", name, end_ns)
             self._spans.append(Span(name, start_ns, end_ns))
 
-    def counter(self, name: str, values: Mapping[str, float]) -> None:
-        """Record the current values of a counter; callable from any thread."""
-        self._append({"ph": "C", "name": name, "pid": self._rank, "ts": self.now_ns() / 1000, "args": dict(values)})
-
     def take(self) -> tuple[Span, ...]:
         """Return the spans that have ended since the last call."""
         spans, self._spans = tuple(self._spans), []
@@ -84,9 +79,7 @@ class Timeline:
                     self._file.close()
 
     def _record(self, event_type: str, name: str, time_ns: int) -> None:
-        self._append({"ph": event_type, "name": name, "pid": self._rank, "tid": 0, "ts": time_ns / 1000})
-
-    def _append(self, event: Event) -> None:
+        event = {"ph": event_type, "name": name, "pid": self._rank, "tid": 0, "ts": time_ns / 1000}
         with self._writing:
             if not self._file.closed:
                 self._write(",\n" + json.dumps(event))
@@ -118,7 +111,7 @@ def read_trace(path: Path) -> list[Event]:
         with suppress(ValueError, RecursionError):
             event = json.loads(line.rstrip(","))
             kind = event.get("ph") if isinstance(event, dict) else None
-            if kind == "M" or (kind in ("B", "E", "C") and "ts" in event):
+            if kind == "M" or (kind in ("B", "E") and "ts" in event):
                 events.append(event)
     return events
 

@@ -59,15 +59,6 @@ class HostedEngine:
         self._lives, self._losses = 0, list[float]()  # number of processes so far; times of losses [s]
         self._losing, self._stopped = Lock(), Event()
 
-    @property
-    def index(self) -> int:
-        return self._placement.engine
-
-    @property
-    def address(self) -> tuple[str, dict[str, str]] | None:
-        """Return the server's URL and request headers; None while the engine is starting or lost."""
-        return (self._process.url, self._process.headers) if self.client else None
-
     def start(self, store: dist.Store) -> None:
         """Start the engine process without waiting until it is ready. `store`: the job's store."""
         self._store = store

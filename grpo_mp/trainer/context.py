@@ -23,7 +23,6 @@ from grpo_mp.policy.critic import Critic
 from grpo_mp.policy.offload import device_items
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.reference import Reference
-from grpo_mp.rollout.engine_load import EnginePoll
 from grpo_mp.rollout.hosted_engine import START_TIMEOUT_S
 from grpo_mp.rollout.rollout import Rollout, RolloutParts
 from grpo_mp.trainer.collect import Collector, RolloutBatch, RolloutCollector
@@ -305,14 +304,7 @@ def _open_job(
         if inputs.teacher:
             stack.callback(inputs.teacher.close)
         folder, done = settings.run.folder, resumed.state.step
-        with (
-            open_monitors(folder, job.rank, steps=steps, done=done, stops=(rollout.stop,)) as monitors,
-            ExitStack() as polls,
-        ):
-            if rollout.engine:
-                polls.enter_context(
-                    EnginePoll(rollout.engine, folder, monitors.timeline.counter, settings.monitor.poll_engines_s)
-                )
+        with open_monitors(folder, job.rank, steps=steps, done=done, stops=(rollout.stop,)) as monitors:
             yield RankRuntime(job, rollout, **vars(monitors), machine=machine), resumed
 
 

@@ -116,7 +116,6 @@ def finished_settings(folder: Path) -> tuple[str, ...]:
         *exports,
         "training.router_replay=R3",
         "rollout.dump=true",
-        "monitor.poll_engines_s=0.2",
         "monitor.report_every=2",
         "reward.timeout_s=600",
     )

@@ -19,7 +19,6 @@ from grpo_mp.policy.checkpoint import load_policy
 from grpo_mp.policy.policy import Policy
 from grpo_mp.rollout.client import EngineClient
 from grpo_mp.rollout.engine_args import EngineSpec
-from grpo_mp.rollout.engine_load import read_loads
 from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.trainer.engine_check import sequence_logprobs
 from tests.conftest import TinyRun
@@ -113,22 +112,6 @@ def test_the_trace_holds_both_ranks_and_all_phases(run: Path) -> None:
     phases = ("GENERATE", "SCORE", "LOGPROB", "TRAIN", "SYNC", "SAVE", "EVAL")
     assert begun >= {(rank, phase) for rank in (0, 1) for phase in phases}
     assert sum(event["ph"] == "B" for event in events) == sum(event["ph"] == "E" for event in events)
-
-
-def test_what_the_engines_did_is_there_of_every_rank_and_in_the_trace(run: Path) -> None:
-    """Requests ran and came to an end, which one sees whenever they are asked for long enough."""
-    loads = read_loads(run)
-    assert set(loads) == {0, 1}
-    for lines in loads.values():
-        times = [load.time_s for load in lines]
-        assert times == sorted(times)
-        assert any(load.works and load.running for load in lines)
-        assert any(load.tokens_per_s for load in lines)
-    events = [event for event in json.loads((run / "trace.json").read_text()) if event["ph"] == "C"]
-    assert {(event["pid"], event["name"]) for event in events} == {
-        (rank, f"engine {rank} {what}") for rank in (0, 1) for what in ("requests", "cache use, %", "tokens/s")
-    }
-    assert all(type(value) in (int, float) for event in events for value in event["args"].values())
 
 
 def test_sampled_answers_are_there_of_the_steps_before_and_after_the_stop(run: Path, finished_run: FinishedRun) -> None:
