@@ -13,7 +13,7 @@ from grpo_mp.utils.errors import one_line
 from grpo_mp.utils.reading import has_column, read_column, shorten
 from grpo_mp.utils.registry import Registry
 from grpo_mp.utils.types import SampleGroup, StepRewards
-from grpo_mp.utils.user_code import is_path, load_attribute, no_exit, without_exit
+from grpo_mp.utils.user_code import is_path, load_attribute, without_exit
 
 OTHERS = ("completion_ids", "trainer_state", "log_extra", "log_metric")  # arguments besides prompts and completions
 RESERVED = ("prompt", "completion", "completion_ids")  # data columns that are not passed to reward functions
@@ -88,8 +88,7 @@ def run_with_timeout(call: Callable[[], T], limit_s: float) -> T:
 
     def run() -> None:
         try:
-            with no_exit():
-                future.set_result(call())
+            future.set_result(call())
         except BaseException as error:  # noqa: BLE001 - handed to the caller's thread, which raises it
             future.set_exception(error)
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from grpo_mp.rollout.endpoint import Endpoint, Session
 from grpo_mp.rollout.protocol import Episode, EpisodeLimitError, Policy, Task
 from grpo_mp.utils.errors import UserError, one_line
-from grpo_mp.utils.user_code import SelfCancelledError, load_attribute, without_exit
+from grpo_mp.utils.user_code import load_attribute, without_exit
 
 SETTING = "rollout.function_args"
 CANCEL_LIMIT_S = 5.0  # time that a cancelled agent has to end
@@ -62,7 +62,7 @@ async def run_agent(endpoint: Endpoint, policy: Policy, work: Callable[[Session]
             if session.failure.done():
                 session.failure.result()
             if agent.cancelled():
-                raise SelfCancelledError("the agent cancelled its own task")
+                raise RuntimeError("the agent cancelled its own task")
             return agent.result()
         except Exception:
             if session.reached_limit:  # the agent failed on the error reply to a request beyond the limit

@@ -21,7 +21,7 @@ from grpo_mp.rollout.tool_processes import (
 )
 from grpo_mp.utils.errors import UserError, did_you_mean, one_line
 from grpo_mp.utils.files import encodable
-from grpo_mp.utils.user_code import load_attribute, no_exit
+from grpo_mp.utils.user_code import load_attribute
 
 SETTING = "rollout.tools"
 PROCESSES = 16  # maximum number of concurrent calls of functions on one rank
@@ -181,8 +181,7 @@ def load_tools(
 def _environment_class(path: str, kind: type, arguments: Mapping[str, Any], label: str) -> EnvironmentClass:
     """Return the description of an environment class; create an instance to check the arguments at startup."""
     try:
-        with no_exit():
-            made = kind(**arguments)
+        made = kind(**arguments)
     except UserError:
         raise
     except (Exception, SystemExit) as error:

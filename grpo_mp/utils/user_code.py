@@ -1,79 +1,48 @@
-"""Load users' Python code by 'module:attribute' or 'path/file.py:attribute', and keep it from ending the process."""
+"""Load users' Python code by 'module:attribute' or 'path/file.py:attribute'."""
 
-import asyncio
 import importlib.util
 import os
 import re
+import signal
 import sys
+import threading
 import zlib
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterator
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from grpo_mp.utils.errors import UserError, did_you_mean, one_line
 from grpo_mp.utils.files import file_digest
 from grpo_mp.utils.reading import check_regular
-from grpo_mp.utils.thread_alarms import cancel_alarm, guarded, install_alarms, is_guarded
 
 T = TypeVar("T")
 PATH_FORMAT = "write module:function or path/file.py:function"
 PYTHON_FILE = re.compile(r"(.+\.py)(:\w+)?")
 
 
-class ExitCallError(Exception):
-    """User code called exit or os._exit, which would have ended the rank without a message."""
-
-
-class SelfCancelledError(Exception):
-    """A user's coroutine raised CancelledError without being cancelled, which would have cancelled its caller."""
-
-
-_process_exit = os._exit
-
-
-@contextmanager
-def no_exit() -> Iterator[None]:
-    """Make os._exit raise ExitCallError in this context (thread or asyncio task), and emulate SIGALRM in it.
-
-    In forked children, which must end with os._exit, the function keeps its meaning.
-    """
-    os._exit = _exit_or_raise
-    install_alarms()
-    before = guarded.get()
-    guarded.set(os.getpid())
-    try:
-        yield
-    finally:
-        if before is None:
-            cancel_alarm()
-        # ContextVar.reset would fail: a coroutine that is garbage-collected is closed in another context.
-        guarded.set(before)
-
-
-def _exit_or_raise(status: int) -> NoReturn:
-    if is_guarded():
-        raise ExitCallError(f"it called os._exit({status}): return, or raise an error")
-    _process_exit(status)
-
-
 async def without_exit(work: Coroutine[Any, Any, T]) -> T:
-    """Await a user's coroutine, converting exceptions that would end the event loop or the rank.
-
-    SystemExit and os._exit become ExitCallError. A CancelledError becomes SelfCancelledError, unless the current task
-    is being cancelled.
-    """
+    """Await a user's coroutine. A SystemExit, which would end the event loop, becomes a RuntimeError."""
     try:
-        with no_exit():
-            return await work
+        return await work
     except SystemExit as error:
-        raise ExitCallError(f"it raised {error!r}: return, or raise an error") from error
-    except asyncio.CancelledError as error:
-        if (task := asyncio.current_task()) and task.cancelling():
-            raise
-        raise SelfCancelledError("it raised CancelledError, and nobody had cancelled it") from error
+        raise RuntimeError(f"it raised {error!r}: return, or raise an error") from error
+
+
+@cache
+def _ignore_alarms_in_threads() -> None:
+    # math-verify limits its time with SIGALRM, which Python allows in the main thread only. Rewards run in other
+    # threads, where `reward.timeout_s` limits them.
+    for name, ignored in {"signal": signal.SIG_DFL, "alarm": 0, "setitimer": (0.0, 0.0)}.items():
+        setattr(signal, name, partial(_call_in_main_thread, getattr(signal, name), ignored))
+
+
+def _call_in_main_thread(function: Callable[..., Any], ignored: Any, *arguments: Any) -> Any:
+    is_main = threading.current_thread() is threading.main_thread()
+    sets_handler = function.__name__ == "signal" and arguments[0] != signal.SIGALRM
+    return function(*arguments) if is_main or sets_handler else ignored
 
 
 def is_path(name: str) -> bool:
@@ -106,9 +75,9 @@ def load_attribute(path: str, label: str) -> Any:
     source, _, attribute = path.rpartition(":")
     if not is_path(path):
         raise UserError(f"{label}: {PATH_FORMAT}")
+    _ignore_alarms_in_threads()
     try:
-        with no_exit():
-            module = _load_file(Path(source), label) if source.endswith(".py") else import_module(source)
+        module = _load_file(Path(source), label) if source.endswith(".py") else import_module(source)
     except UserError:
         raise
     except (Exception, SystemExit) as error:

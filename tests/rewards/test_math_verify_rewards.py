@@ -1,4 +1,4 @@
-"""Reward functions as published for TRL and verl, which call math-verify and other code with limits by SIGALRM."""
+"""Reward functions as published for TRL and verl, which call math-verify."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +10,6 @@ from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.utils.types import SampleGroup
 
 REWARDS = r"""
-from signal import SIGALRM, alarm, signal
-
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 from math_verify.errors import TimeoutException
 from math_verify.metric import math_metric
@@ -40,27 +38,10 @@ def compute_score(completions, solution, **kwargs):
 
 def one(completion, solution, **kwargs):
     return float(verify(parse(solution), parse(completion)))
-
-def limited(completions, **kwargs):
-    def ring(number, frame):
-        raise TimeoutError("too slow")
-    scores = []
-    for content in completions:
-        signal(SIGALRM, ring)
-        alarm(1 if "6" in content else 60)
-        try:
-            while "6" in content:
-                pass
-            scores.append(1.0)
-        except TimeoutError:
-            scores.append(0.0)
-        finally:
-            alarm(0)
-    return scores
 """
 
 
-@pytest.mark.parametrize("function", ["accuracy", "compute_score", "one", "limited"])
+@pytest.mark.parametrize("function", ["accuracy", "compute_score", "one"])
 def test_published_rewards_run_unchanged(function: str, make_group: Callable[..., SampleGroup], tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(REWARDS)
     scorer = Scorer(RewardConfig(functions={f"{tmp_path / 'mine.py'}:{function}": 1.0}, timeout_s=300), 100, "prompt")

@@ -14,14 +14,13 @@ from tests.rewards.conftest import hurry
 
 MakeGroup = Callable[..., SampleGroup]
 FUNCTIONS = """
-import asyncio, math, os, time
+import asyncio, math, time
 import torch
 
 def length(completions, **columns): return [len(text) for text in completions]
 def answer(completions, **columns): return [3.0] * len(completions)
 def raises(completions, **columns): raise KeyError("gold")
 def exits(completions, **columns): raise SystemExit(3)
-def leaves(completions, **columns): os._exit(0)
 def hangs(completions, **columns): time.sleep(3600)
 def infinite(completions, **columns): return [0.0, math.inf] + [0.0] * (len(completions) - 2)
 def short(completions, **columns): return [1.0]
@@ -42,7 +41,6 @@ async def waits(completions, **columns):
 FAILURES = {
     "raises": r"raised KeyError: 'gold'; sample 0: 'a'",
     "exits": r"raised SystemExit: 3",
-    "leaves": r"raised ExitCallError: it called os._exit\(0\): return, or raise an error",
     "hangs": r"took longer than reward.timeout_s=1 s",
     "infinite": r"returned inf, which is not finite; sample 1: 'b'",
     "short": r"returned 1 values for 3 samples",

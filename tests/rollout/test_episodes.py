@@ -172,7 +172,7 @@ async def wrongly_scored(task: Task, policy: Policy) -> Episode:
     ("function", "state", "error"),
     [
         ("stubborn", "timeout", "it took longer than rollout.limits.episode_s=1 s"),
-        ("leaving", "error", "it raised ExitCallError: it raised SystemExit('no more rows')"),
+        ("leaving", "error", "it raised RuntimeError: it raised SystemExit('no more rows')"),
     ],
 )
 def test_a_function_that_would_stop_the_rank_ends_its_episode(
