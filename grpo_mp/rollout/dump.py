@@ -17,8 +17,8 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from grpo_mp.utils.errors import UserError, one_line
-from grpo_mp.utils.files import as_json, encodable, file_digest, incomplete, sync_to_disk, write_atomically
-from grpo_mp.utils.reading import check_regular, read_bytes
+from grpo_mp.utils.files import as_json, encodable, incomplete, sync_to_disk
+from grpo_mp.utils.reading import check_regular
 from grpo_mp.utils.types import ExpertIds, Message, Prompt, Sample, SampleGroup, TopLogprobs
 
 FACTS = b"grpo_mp"  # key of the metadata in the file's footer
@@ -69,13 +69,12 @@ Row = dict[str, Any]
 
 
 def write_groups(file: Path, groups: Iterable[SampleGroup], selected: Collection[int], facts: str) -> None:
-    """Write groups to a Parquet file atomically, and a checksum file in the format of `xxh128sum` beside it.
+    """Write groups to a Parquet file, one group at a time.
 
-    `selected`: ids of the groups that the step trains on; `facts`: text for the file's metadata. Only one group at a
-    time is in memory.
+    `selected`: ids of the groups that the step trains on; `facts`: text for the file's metadata.
     """
     schema = SCHEMA.with_metadata({FACTS: facts.encode()})
-    with checked_file(file) as temporary, parquet.ParquetWriter(temporary, schema, compression="zstd") as writer:
+    with open_parquet(file, schema) as writer:
         for group in groups:
             rows = rows_of(group, bool(group.samples) and group.samples[0].group_id in selected)
             if rows:
@@ -83,26 +82,13 @@ def write_groups(file: Path, groups: Iterable[SampleGroup], selected: Collection
 
 
 @contextmanager
-def checked_file(file: Path) -> Iterator[Path]:
-    """Yield a temporary path for the body to write to; then move it to `file` and write the checksum file."""
+def open_parquet(file: Path, schema: pa.Schema) -> Iterator[parquet.ParquetWriter]:
+    """Yield a writer of a Parquet file with page checksums; the file appears when the body has ended."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with incomplete(file) as temporary:
-        yield temporary
+        with parquet.ParquetWriter(temporary, schema, compression="zstd", write_page_checksum=True) as writer:
+            yield writer
         sync_to_disk(temporary)
-        digest = file_digest(temporary)
-    write_atomically(checksum_file(file), f"{digest}  {file.name}\n")
-
-
-def checksum_file(file: Path) -> Path:
-    """Return the path of the checksum file of `file`."""
-    return file.with_name(f"{file.name}.xxh128")
-
-
-def check_digest(file: Path) -> None:
-    """Raise UserError if a file differs from its checksum, or if the file or the checksum cannot be read."""
-    expected, check = read_bytes(checksum_file(check_regular(file))).split(b" ")[0], checksum_file(file).name
-    if file_digest(file).encode() != expected:
-        raise UserError(f"{file}: damaged, it differs from its checksum in {check}: copy both again")
 
 
 def read_facts(file: Path) -> bytes:
@@ -116,9 +102,8 @@ def read_facts(file: Path) -> bytes:
 
 def read_groups(file: Path) -> list[tuple[SampleGroup, bool]]:
     """Read the groups of a file, each as (group, whether its step trains on the group)."""
-    check_digest(file)
     try:
-        with parquet.ParquetFile(check_regular(file)) as content:
+        with parquet.ParquetFile(check_regular(file), page_checksum_verification=True) as content:
             rows: list[Row] = content.read().to_pylist()
         by_group = [list(of_group) for _, of_group in groupby(rows, lambda row: row["group_id"])]
         return [(group_of_rows(of_group), bool(of_group[0]["selected"])) for of_group in by_group]

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from pyarrow import parquet
 
 from grpo_mp.algorithms.evaluation import score_eval_set
 from grpo_mp.batching.exchange import sample_infos
 from grpo_mp.data.prompts import Schemas
 from grpo_mp.rewards.scorer import RewardStats, sum_stats
-from grpo_mp.rollout.dump import FACTS, TOKENS, checked_file
+from grpo_mp.rollout.dump import FACTS, TOKENS, open_parquet
 from grpo_mp.rollout.journal import Record, best_records, load, read_records
 from grpo_mp.trainer.sampling.filters import SampleFilter, apply_filters
 from grpo_mp.utils.errors import UserError
@@ -164,7 +163,7 @@ def _rate_line(group: SampleGroup) -> str:
 
 @contextmanager
 def _open_rows(file: Path, has_tools: bool, facts: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield a function that writes rows; at the end, replace the file and its checksum, or neither on an error."""
+    """Yield a function that writes rows; at the end, replace the file, unless the body raises."""
     columns = {
         "messages": pa.list_(pa.struct(MESSAGE | (TOOL_FIELDS if has_tools else {}))),
         **({"tools": JSON_TEXT} if has_tools else {}),
@@ -174,7 +173,7 @@ def _open_rows(file: Path, has_tools: bool, facts: Mapping[str, Any]) -> Iterato
     # Python rows become text columns first, which are then cast to JSON.
     as_text = pa.schema([pa.field(name, _as_text(kind)) for name, kind in columns.items()])
     tables: list[pa.Table] = []
-    with checked_file(file) as temporary, parquet.ParquetWriter(temporary, schema, compression="zstd") as writer:
+    with open_parquet(file, schema) as writer:
 
         def write(rows: Iterable[dict[str, Any]], at_least: int = ROW_GROUP_BYTES) -> None:
             tables.append(pa.Table.from_pylist(list(rows), as_text).cast(schema))
