@@ -4,7 +4,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from grpo_mp.config.sections import PIECE_BYTES
 from grpo_mp.policy.checkpoint import (
     Written,
     gather_written,
@@ -17,13 +16,13 @@ from grpo_mp.policy.checkpoint import (
 from grpo_mp.policy.trained_model import TrainedModel
 
 
-def save_policy(policy: TrainedModel, folder: Path, piece_bytes: int = PIECE_BYTES) -> None:
+def save_policy(policy: TrainedModel, folder: Path) -> None:
     """Write weights, optimizer and learning-rate step into an empty, existing folder. Every rank must call this."""
     group = policy.parallel.cpu_group
 
     def write() -> Written:
         write_common(policy, folder)
-        writers = weights_writer(policy, folder, piece_bytes), optimizer_writer(policy, folder, piece_bytes)
+        writers = weights_writer(policy, folder), optimizer_writer(policy, folder)
         return {writer.folder: writer.write() for writer in writers}
 
     write_indexes(gather_written(on_all_ranks(write, folder, group), group))

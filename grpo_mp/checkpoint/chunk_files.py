@@ -23,6 +23,7 @@ from grpo_mp.utils.files import sync_to_disk
 from grpo_mp.utils.reading import read_json
 
 INDEX = "chunks.json"
+PIECE_BYTES = 2**30  # host memory of a rank for saving and loading: tensors are copied in pieces of this size
 PAGE_BYTES = 4096  # smallest read of a disk
 Shape = tuple[int, ...]
 
@@ -63,14 +64,11 @@ WrittenChunks = dict[str, StoredTensor]  # by name
 class ChunkWriter:
     """Writes one rank's chunks, except replicas. To `write` in a background thread, call `share_buffer` first."""
 
-    def __init__(self, folder: Path, rank: int, chunks: Iterable[TensorChunk], piece_bytes: int) -> None:
-        """Create the folder. The chunks' tensors must not change until `write` returns.
-
-        `piece_bytes`: largest number of bytes that are copied from the device at a time.
-        """
+    def __init__(self, folder: Path, rank: int, chunks: Iterable[TensorChunk]) -> None:
+        """Create the folder. The chunks' tensors must not change until `write` returns."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self._file = folder, folder / f"rank_{rank:05d}.bin"
-        self._pieces = [piece for chunk in chunks if not chunk.is_replica for piece in _pieces(chunk, piece_bytes)]
+        self._pieces = [piece for chunk in chunks if not chunk.is_replica for piece in _pieces(chunk)]
         on_device = [piece.tensor.nbytes for piece in self._pieces if piece.tensor.device.type != "cpu"]
         self.staged_bytes = max(on_device, default=0)
         self.buffer: PinnedBuffer | None = None  # has at least `staged_bytes`
@@ -135,11 +133,11 @@ def read_index(folder: Path) -> Mapping[str, StoredTensor]:
         raise UserError(f"{folder / INDEX} is damaged: copy it again") from error
 
 
-def read_chunks(chunks: Iterable[TensorChunk], folder: Path, piece_bytes: int) -> None:
+def read_chunks(chunks: Iterable[TensorChunk], folder: Path) -> None:
     """Fill the tensors of `chunks` from a folder that any layout saved.
 
-    `piece_bytes`: size of the read buffer in host memory, which has at least one row. Only the needed bytes are read,
-    and gaps between rows if they are smaller than a page.
+    The read buffer in host memory has PIECE_BYTES, but at least one row. Only the needed bytes are read, and gaps
+    between rows if they are smaller than a page.
     """
     index = read_index(folder)
     overlaps = [overlap for chunk in chunks for overlap in _overlaps(chunk, index, folder)]
@@ -150,7 +148,7 @@ def read_chunks(chunks: Iterable[TensorChunk], folder: Path, piece_bytes: int) -
             name = overlap.piece.file
             if name not in files:
                 files[name] = stack.enter_context((folder / name).open("rb", buffering=0))
-            overlap.read(files[name], piece_bytes)
+            overlap.read(files[name], PIECE_BYTES)
 
 
 @dataclass(frozen=True)
@@ -209,9 +207,9 @@ def _overlaps(chunk: TensorChunk, index: Mapping[str, StoredTensor], folder: Pat
     return found
 
 
-def _pieces(chunk: TensorChunk, piece_bytes: int) -> Iterator[TensorChunk]:
-    """Split a chunk into groups of rows of at most `piece_bytes`, or one row."""
-    rows = max(1, piece_bytes // max(1, chunk.tensor[:1].nbytes))
+def _pieces(chunk: TensorChunk) -> Iterator[TensorChunk]:
+    """Split a chunk into groups of rows of at most PIECE_BYTES, or one row."""
+    rows = max(1, PIECE_BYTES // max(1, chunk.tensor[:1].nbytes))
     for start in range(0, len(chunk.tensor), rows):
         offsets = (chunk.offsets[0] + start, *chunk.offsets[1:])
         yield replace(chunk, offsets=offsets, tensor=chunk.tensor[start : start + rows])

@@ -24,7 +24,7 @@ INPUTS = "inputs.json"
 # Settings that may change at a resume: length of the run, files it writes, layout and engines, learning rate, time
 # limits, evaluation.
 CHANGEABLE = re.compile(
-    r"run\.(steps|epochs|save_every|eval_every|resume|keep_checkpoints|piece_bytes|export\w*)"
+    r"run\.(steps|epochs|save_every|eval_every|resume|keep_checkpoints|export\w*)"
     r"|(layout|engine|sync|monitor|sample|data\.eval)\..+|data\.(eval|max_eval_\w+)"
     r"|training\.(max_tokens_per_microbatch|recompute|logprob_chunk_tokens)"
     r"|optimizer\.(lr|min_lr|warmup_updates|lr_schedule|offload|skip_grad_norm|max_skipped_updates)"

@@ -11,7 +11,6 @@ from grpo_mp.models.families import MODEL_FAMILIES
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.utils.section import Section, as_bytes
 
-PIECE_BYTES = 2**30
 DEFAULT_DTYPE = "bfloat16"  # model.dtype on GPUs
 PauseMode = Literal["retract", "in_place"]
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
@@ -30,7 +29,6 @@ class RunConfig(Section):
     save_every: int = Field(20, ge=0, description="steps between checkpoints; 0 saves only at the end")
     eval_every: int = Field(20, ge=0, description="steps between evaluations; 0 evaluates only before and after")
     keep_checkpoints: int = Field(2, ge=1, description="number of newest checkpoints to keep (TRL save_total_limit)")
-    piece_bytes: int = Field(PIECE_BYTES, gt=0, description="host memory of a rank for saving and loading")
     resume: Literal["auto", "never"] = Field(
         "auto", description="auto: resume from the newest checkpoint; never: refuse a folder that has one"
     )
@@ -48,8 +46,6 @@ class RunConfig(Section):
     def length(self) -> str:
         """Return the length of the run as text: "100 steps" or "2 epochs"."""
         return f"{self.steps} steps" if self.steps else f"{self.epochs:g} epochs"
-
-    _parse_unit = field_validator("piece_bytes", mode="before")(as_bytes)
 
 
 ALL_LINEAR: Literal["all-linear"] = "all-linear"  # value of peft's target_modules

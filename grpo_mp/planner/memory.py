@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
+from grpo_mp.checkpoint.chunk_files import PIECE_BYTES
 from grpo_mp.checkpoint.hf_writer import SHARD_BYTES
 from grpo_mp.config import Settings
 from grpo_mp.distributed.communicators import PIPELINE, communicators
@@ -403,4 +404,4 @@ def _checkpoint_host_bytes(job: PlannedJob, sub_phase: SubPhase) -> float:
     later = job.optimizer_offload == "none" or job.saves_weights_beside
     if sub_phase not in (SubPhase.SAVE, SubPhase.LOAD) and not (later and sub_phase in BESIDE_A_SAVE):
         return 0.0
-    return min(settings.run.piece_bytes, 4 * _largest_tensor(job.model, settings.layout.tensor))
+    return min(PIECE_BYTES, 4 * _largest_tensor(job.model, settings.layout.tensor))

@@ -19,7 +19,6 @@ from torch import Tensor
 from grpo_mp.checkpoint.chunk_files import ChunkWriter, TensorChunk, WrittenChunks, read_chunks, write_index
 from grpo_mp.checkpoint.describe import OPTIMIZER_FOLDER, WEIGHT
 from grpo_mp.checkpoint.torch_dist import COMMON
-from grpo_mp.config.sections import PIECE_BYTES
 from grpo_mp.distributed.process_groups import all_gather
 from grpo_mp.distributed.shards import tensor_part, tp_size
 from grpo_mp.models.chunks import chunks_of
@@ -46,22 +45,22 @@ def write_common(policy: TrainedModel, folder: Path) -> None:
         (folder / COMMON).write_bytes(content.getbuffer())
 
 
-def weights_writer(policy: TrainedModel, folder: Path, piece_bytes: int) -> ChunkWriter:
+def weights_writer(policy: TrainedModel, folder: Path) -> ChunkWriter:
     """Return a writer of this rank's share of the weights. They must not change until it has finished."""
-    return ChunkWriter(folder, policy.parallel.rank, weight_chunks(policy, policy.trained_tensors), piece_bytes)
+    return ChunkWriter(folder, policy.parallel.rank, weight_chunks(policy, policy.trained_tensors))
 
 
-def write_reference(policy: TrainedModel, folder: Path, piece_bytes: int) -> Written:
+def write_reference(policy: TrainedModel, folder: Path) -> Written:
     """Write this rank's share of the reference model's weights and return the written chunks."""
     if policy.reference is None:
         raise ValueError("this policy was built without a reference")
     chunks = weight_chunks(policy, policy.reference.host_tensors)
-    return {folder: ChunkWriter(folder, policy.parallel.rank, chunks, piece_bytes).write()}
+    return {folder: ChunkWriter(folder, policy.parallel.rank, chunks).write()}
 
 
-def optimizer_writer(policy: TrainedModel, folder: Path, piece_bytes: int) -> ChunkWriter:
+def optimizer_writer(policy: TrainedModel, folder: Path) -> ChunkWriter:
     """Return a writer of this rank's optimizer state. It must not change until the writer has finished."""
-    return ChunkWriter(folder / OPTIMIZER_FOLDER, policy.parallel.rank, optimizer_chunks(policy), piece_bytes)
+    return ChunkWriter(folder / OPTIMIZER_FOLDER, policy.parallel.rank, optimizer_chunks(policy))
 
 
 def on_all_ranks(work: Callable[[], Value], folder: Path, group: dist.ProcessGroup) -> Value:
@@ -102,13 +101,10 @@ def write_indexes(written: Mapping[Path, list[WrittenChunks]]) -> None:
         write_index(folder, chunks)
 
 
-def load_policy(policy: TrainedModel, folder: Path, piece_bytes: int = PIECE_BYTES) -> None:
-    """Load weights, optimizer state and learning-rate schedule, saved in any layout.
-
-    `piece_bytes`: size of the read buffer in host memory.
-    """
+def load_policy(policy: TrainedModel, folder: Path) -> None:
+    """Load weights, optimizer state and learning-rate schedule, saved in any layout."""
     common = read_common(folder)
-    read_chunks(local_weight_chunks(policy, policy.trained_tensors), folder, piece_bytes)
+    read_chunks(local_weight_chunks(policy, policy.trained_tensors), folder)
     saved, expected = common["main_weights"], _main_weight_format(policy)
     if saved != expected:
         raise UserError(
@@ -123,7 +119,7 @@ def load_policy(policy: TrainedModel, folder: Path, piece_bytes: int = PIECE_BYT
             # All groups have the same rates. Newer Megatron matches saved groups to its own by their rates, too.
             rates = {name: part.param_groups[0][name] for name in LEARNING_RATES & part.param_groups[0].keys()}
             part.load_state_dict({"optimizer": {"param_groups": [group | rates for group in groups]}})
-    read_chunks(optimizer_chunks(policy), folder / OPTIMIZER_FOLDER, piece_bytes)
+    read_chunks(optimizer_chunks(policy), folder / OPTIMIZER_FOLDER)
     policy.lr_scheduler.load_state_dict(common["schedule"])
 
 
@@ -148,10 +144,10 @@ def check_same_adapters(
         )
 
 
-def load_reference(policy: Policy, folder: Path, piece_bytes: int = PIECE_BYTES) -> None:
+def load_reference(policy: Policy, folder: Path) -> None:
     """Load the reference model's weights, saved in any layout; do nothing if the policy has no reference."""
     if policy.reference:
-        read_chunks(local_weight_chunks(policy, policy.reference.host_tensors), folder, piece_bytes)
+        read_chunks(local_weight_chunks(policy, policy.reference.host_tensors), folder)
 
 
 def _common(policy: TrainedModel) -> dict[str, Any]:

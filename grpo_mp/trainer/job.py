@@ -132,9 +132,9 @@ def build_policy(
     begins = checkpoint is None or (with_reference and not state.reference_updated)  # from model.path
     policy = Policy(settings, parallel, with_reference, load_weights=begins)
     if checkpoint:
-        load_policy(policy, checkpoint / "policy", settings.run.piece_bytes)
+        load_policy(policy, checkpoint / "policy")
         if state.reference_updated and policy.reference:
-            load_reference(policy, checkpoint / "reference", settings.run.piece_bytes)
+            load_reference(policy, checkpoint / "reference")
     return policy
 
 
@@ -142,7 +142,7 @@ def build_critic(settings: Settings, parallel: Parallel, checkpoint: Path | None
     """Build the critic; load its weights from a checked `checkpoint` if given."""
     critic = Critic(settings, parallel, load_weights=checkpoint is None)
     if checkpoint:
-        load_policy(critic, checkpoint / CRITIC, settings.run.piece_bytes)
+        load_policy(critic, checkpoint / CRITIC)
     return critic
 
 

@@ -174,21 +174,20 @@ class CheckpointSaver:
 
     def _write_first(self, folder: Path, with_reference: bool) -> tuple[Written, list[ChunkWriter]]:
         """Write the parts that the next step changes before its update; return them and writers for the rest."""
-        piece_bytes = self._run.piece_bytes
         models = [(model, folder / name) for name, model in self._models.items()]
         for model, own_folder in models:
             write_common(model, own_folder)
-        weights = [weights_writer(model, own_folder, piece_bytes) for model, own_folder in models]
+        weights = [weights_writer(model, own_folder) for model, own_folder in models]
         if self._weights_later and not with_reference:
             return {}, share_buffer([*weights, *self._optimizer_writers(folder)])
         written = {writer.folder: writer.write() for writer in share_buffer(weights)}
         del weights  # frees their buffer
         if with_reference:
-            written |= write_reference(self._policy, folder / REFERENCE, piece_bytes)
+            written |= write_reference(self._policy, folder / REFERENCE)
         return written, share_buffer(self._optimizer_writers(folder))
 
     def _optimizer_writers(self, folder: Path) -> list[ChunkWriter]:
-        return [optimizer_writer(model, folder / name, self._run.piece_bytes) for name, model in self._models.items()]
+        return [optimizer_writer(model, folder / name) for name, model in self._models.items()]
 
     def _write_rest(self, folder: Path, state: TrainState, first: Written, writers: Sequence[ChunkWriter]) -> None:
         """Write the parts that only an update changes and complete the checkpoint; runs in a thread of each rank."""

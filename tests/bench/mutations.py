@@ -112,7 +112,7 @@ MUTATIONS = (
         "trainer",
         "a resumed run keeps the weights that it started with",
         "trainer/job.py",
-        'load_policy(policy, checkpoint / "policy", settings.run.piece_bytes)',
+        'load_policy(policy, checkpoint / "policy")',
         "pass",
     ),
 )

@@ -128,7 +128,7 @@ def _phases(settings: Settings, parallel: Parallel, runner: asyncio.Runner) -> d
             SubPhase.SAVE: peak_bytes(lambda: deque(map(save_policy, models, folders), 0)),
             EXPORT: peak_bytes(lambda: export_policy(policy, folder / EXPORT, model.path, sync_bytes)),
             SubPhase.LOAD: peak_bytes(lambda: deque(map(load_policy, models, folders), 0)),
-            OTHER_LAYOUT: peak_bytes(lambda: deque(map(partial(_load_half, settings), models, folders), 0)),
+            OTHER_LAYOUT: peak_bytes(lambda: deque(map(_load_half, models, folders), 0)),
         }
 
 
@@ -155,14 +155,13 @@ def _step(models: Sequence[Policy | Critic]) -> None:
         model.optimizer.step()
 
 
-def _load_half(settings: Settings, policy: TrainedModel, folder: Path) -> None:
+def _load_half(policy: TrainedModel, folder: Path) -> None:
     """Load half the columns of each tensor, as of some one of two ranks keeps, from the pieces that one rank saved.
 
     Half the rows would be read straight into their place.
     """
-    pieces = settings.run.piece_bytes
-    read_chunks(_halves(local_weight_chunks(policy, policy.tensors)), folder, pieces)
-    read_chunks(_halves(optimizer_chunks(policy)), folder / OPTIMIZER_FOLDER, pieces)
+    read_chunks(_halves(local_weight_chunks(policy, policy.tensors)), folder)
+    read_chunks(_halves(optimizer_chunks(policy)), folder / OPTIMIZER_FOLDER)
 
 
 def _halves(chunks: Iterator[TensorChunk]) -> Iterator[TensorChunk]:

@@ -13,15 +13,22 @@ from tests.e2e.jobs import Job, read_jsonl
 
 pytestmark = pytest.mark.slow
 STEPS = 3
-# Pieces of one row: a save takes long enough to be killed in. Weights are part of it without a reference.
-SMALL_PIECES = (
+# Weights are part of a background save without a reference.
+SETTINGS = (
     "algorithm.kl.coef=0",
     "data.eval={}",
     "run.save_every=1",
     f"run.steps={STEPS}",
-    "run.piece_bytes=1",
     "run.export=false",
 )
+
+SMALL_PIECES = """
+from grpo_mp.checkpoint import chunk_files
+chunk_files.PIECE_BYTES = 1  # pieces of one row: a save takes long enough to be killed in
+
+def none(completions, **_):
+    return [0.0] * len(completions)
+"""
 
 
 def kill(job: Job) -> None:
@@ -38,16 +45,18 @@ def begins(run: Path, name: str) -> list[float]:
 
 
 def test_a_kill_in_the_background_write_leaves_the_former_checkpoint(start_job: StartJob, tmp_path: Path) -> None:
-    run = tmp_path / "run"
+    run, reward = tmp_path / "run", tmp_path / "reward.py"
+    reward.write_text(SMALL_PIECES)
+    settings = (f"run.folder={run}", f"reward.functions={{{reward}:none: 0.0}}", *SETTINGS)
     second = checkpoint_folder(run, 2)
-    job = start_job(f"run.folder={run}", *SMALL_PIECES)
+    job = start_job(*settings)
     job.wait_until(lambda: any((second / "policy").glob("*.bin")))
     kill(job)
     job.wait()
     assert not (second / MANIFEST).exists()
     assert latest_checkpoint(run) == checkpoint_folder(run, 1)
 
-    resumed = outcome(start_job(f"run.folder={run}", *SMALL_PIECES))
+    resumed = outcome(start_job(*settings))
     assert (resumed.status, resumed.err, resumed.left) == (0, "", [])
     assert "resumes after step 1" in resumed.out
     assert [line["step"] for line in read_jsonl(run / "metrics.jsonl")] == [0, 1, 2, 3]

@@ -99,8 +99,8 @@ def test_the_optimizer_is_where_the_setting_says() -> None:
     assert {sub_phase: size for sub_phase, size in pieces.items() if size} == {SubPhase.OPTIMIZER: 2 * 2**28}
 
 
-def test_a_save_and_a_load_need_one_piece_of_each_rank() -> None:
-    run = {"folder": "run", "steps": 1, "piece_bytes": "256MiB"}
-    host = plan_memory(job_of("qwen2.5-7b", "h100-80", 1, run=run, training={"megatron_args": PRECISION_AWARE})).host
+def test_a_save_and_a_load_need_one_piece_of_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_mp.planner.memory.PIECE_BYTES", 2**28)
+    host = plan_memory(job_of("qwen2.5-7b", "h100-80", 1, training={"megatron_args": PRECISION_AWARE})).host
     sizes = {phase: kinds["checkpoint"] for phase, kinds in host.items() if kinds["checkpoint"]}
     assert sizes == {SubPhase.SAVE: 8 * 2**28, SubPhase.LOAD: 8 * 2**28}

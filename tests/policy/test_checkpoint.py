@@ -44,8 +44,11 @@ def saved(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_small_pieces_are_read_back_and_nothing_is_widened(policy: Policy, tmp_path: Path) -> None:
-    save_policy(policy, tmp_path, piece_bytes=4096)
+def test_small_pieces_are_read_back_and_nothing_is_widened(
+    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("grpo_mp.checkpoint.chunk_files.PIECE_BYTES", 4096)
+    save_policy(policy, tmp_path)
     chunks = all_chunks(policy)
     expected = [chunk.tensor.clone() for chunk in chunks]
     for chunk in chunks:
