@@ -55,7 +55,7 @@ def train(ctx: TrainContext) -> None:
             updates = compute_logprobs_and_values(ctx, batch)
             critic_reports = update_critic(ctx, updates, step)  # empty without a critic
             reports = update_policy(ctx, rollouts, updates, step)
-            synced = ctx.sync_weights(rollouts)
+            synced = ctx.sync_weights()
 
             outcome = StepOutcome(ctx.state, rollouts, batch, updates, reports, critic_reports, synced)
             record = logger.step_record(outcome)
@@ -81,7 +81,7 @@ def generate(ctx: RolloutContext) -> None:
             break
         dump_rollouts(ctx, rollouts, step)
         send_experts(ctx, rollouts, step)
-        ctx.sync_weights(rollouts)
+        ctx.sync_weights()
         if is_due(step, run.eval_every, run):
             ctx.evaluator.evaluate(step)
     keep_rollouts(ctx)

@@ -14,7 +14,7 @@ from grpo_mp.models.fp8 import FP8
 from grpo_mp.models.mapping import Param
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.rollout.engine_layout import engine_host_ranks, engine_placements, expert_alignment
-from grpo_mp.weight_sync.compare import ANSWERS, MAX_TEXTS, comparison_sequences
+from grpo_mp.weight_sync.compare import MAX_TEXTS, comparison_sequences
 from grpo_mp.weight_sync.plan import (
     Piece,
     SyncPlan,
@@ -74,9 +74,9 @@ def sync_traffic(job: PlannedJob) -> SyncTraffic:
 
 
 def check_lengths(job: PlannedJob) -> list[int]:
-    """Return the lengths [tokens] of the sequences that the check after a sync scores: prompts and response ends."""
+    """Return the lengths [tokens] of the sequences that the check after a sync scores."""
     prompts, longest = [(0,) * max(2, job.prompt_tokens)] * MAX_TEXTS, job.settings.rollout.max_sequence_tokens
-    return list(map(len, comparison_sequences(prompts, longest, answers=[(0,) * longest] * ANSWERS)))
+    return list(map(len, comparison_sequences(prompts, longest)))
 
 
 def plan_job_sync(job: PlannedJob, params: Mapping[str, Param]) -> tuple[SyncPlan, WireFormat]:

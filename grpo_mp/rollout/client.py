@@ -291,11 +291,6 @@ class EngineClient:
             for name, value in rank["checksums"].items()
         }
 
-    async def overwrite_weights(self, with_draft: bool = False) -> None:
-        """Fill all tensors with random values, which reveals tensors that no weight sync sends."""
-        selector = TARGET_AND_DRAFT if with_draft else TARGET
-        await self._post("/weights_checker", {"action": "reset_tensors", **selector})
-
     async def release_memory(self, tags: Sequence[str]) -> None:
         """Wait until the engine is idle and free the device memory of `tags`: `weights`, `kv_cache`, `cuda_graph`.
 

@@ -25,7 +25,7 @@ from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.reference import Reference
 from grpo_mp.rollout.hosted_engine import START_TIMEOUT_S
 from grpo_mp.rollout.rollout import Rollout, RolloutParts
-from grpo_mp.trainer.collect import Collector, RolloutBatch, RolloutCollector
+from grpo_mp.trainer.collect import Collector, RolloutCollector
 from grpo_mp.trainer.engine_check import MAX_PROMPTS, EngineCheck
 from grpo_mp.trainer.evaluation import Evaluator
 from grpo_mp.trainer.exit import PreemptionHandler
@@ -71,11 +71,8 @@ class RolloutContext(RunContext):
     engine_check: EngineCheck | None
     recovery: EngineRecovery
 
-    def sync_weights(self, rollouts: RolloutBatch | None = None) -> dict[str, float]:
-        """Send the policy's weights to every engine, run the engine check, and return metrics; empty in a replay.
-
-        `rollouts`: groups of the step; the check also compares logprobs on some of their answers.
-        """
+    def sync_weights(self) -> dict[str, float]:
+        """Send the policy's weights to every engine, run the engine check, and return metrics; empty in a replay."""
         if not (self.weight_sync and self.engine_check):
             return {}
         with self.phases.phase(Phase.SYNC):
@@ -84,8 +81,7 @@ class RolloutContext(RunContext):
                 self.collector.finish_generation()
             reports = self.recovery.update_weights(self.weight_sync, self.state.optimizer_step)
             self.collector.synced_step = self.state.step
-        groups = rollouts.of_own_engine if rollouts else ()
-        check = self.engine_check.run(self.state.optimizer_step, [group.samples[0] for group in groups])
+        check = self.engine_check.run(self.state.optimizer_step)
         if not check.tokens and self.recovery.run():  # all engines were lost, and one has restarted
             check = self.engine_check.run(self.state.optimizer_step)
         return sync_metrics(largest_report(reports), check)
@@ -145,7 +141,7 @@ def open_context(
         build = partial(_build_models, settings, parallel, resumed, has_reference) if parallel else None
         policy, critic = _start(runtime, START_TIMEOUT_S, offload, build)
         phases = _make_phases(settings, runtime, policy=policy, critic=critic, offload=offload)
-        weight_sync, check = _make_sync(settings, inputs, policy, runtime, phases=phases, preemption=preemption)
+        weight_sync, check = _make_sync(settings, inputs, policy, runtime, phases=phases)
         former = (
             Reference(policy.trained_tensors)
             if policy and settings.keeps_former_weights and not inputs.replay
@@ -221,15 +217,15 @@ def _make_sync(
     policy: Policy | None,
     runtime: RankRuntime,
     phases: PhaseManager,
-    preemption: PreemptionHandler,
 ) -> tuple[WeightSync, EngineCheck] | tuple[None, None]:
     """Return the weight sync and the engine check that runs after each sync; (None, None) in a replay."""
     if inputs.replay:
         return None, None
     shards = PolicyShards.of_policy(policy) if policy else PolicyShards.none(inputs.hf, settings.layout)
     weight_sync = build_weight_sync(settings, shards, runtime.rollout, runtime.job)
+    fp8 = weight_sync.resharder.wire.fp8 or settings.training.fp8_format
+    fp8 = fp8 or "fp8" in str(settings.engine.args.get("kv_cache_dtype"))
     check = EngineCheck(
-        settings,
         policy,
         has_experts=model_shape(inputs.hf).num_experts > 0,
         job=runtime.job,
@@ -237,8 +233,10 @@ def _make_sync(
         engines=runtime.rollout,
         phases=phases,
         prompts=[prompt.tokens for prompt in inputs.train.prompts[:MAX_PROMPTS]],
-        should_stop=partial(preemption.requested, runtime.job.group),
-        say=runtime.progress.note,
+        longest=settings.rollout.max_prompt_tokens + settings.rollout.max_response_tokens,
+        precision="fp8" if fp8 else settings.model.dtype,
+        tolerance=settings.sync.check_tolerance,
+        correction=settings.algorithm.rollout_correction,
     )
     return weight_sync, check
 

@@ -1,36 +1,33 @@
-"""Compare every engine's logprobs with the policy's after a weight sync; on a mismatch, look for the wrong tensor."""
+"""Compare every engine's logprobs with the policy's after a weight sync."""
 
 import logging
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 
+from grpo_mp.algorithms.settings import RolloutCorrectionConfig
 from grpo_mp.batching.microbatches import MicroBatchPlan, round_up
 from grpo_mp.batching.packing import context_index, gather_responses, pack, slice_context
 from grpo_mp.batching.updates import alignment
-from grpo_mp.config import Settings
-from grpo_mp.distributed.process_groups import Job, all_gather, broadcast
+from grpo_mp.distributed.process_groups import Job, broadcast
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.rounding import rounding_noise
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.trainer.phase_manager import PhaseManager
-from grpo_mp.utils.errors import EarlyStopError, EngineError, UserError, one_line
+from grpo_mp.utils.errors import EarlyStopError
 from grpo_mp.utils.phases import WEIGHT_CHECK, Phase
 from grpo_mp.utils.types import Sample
 from grpo_mp.weight_sync.compare import (
-    ANSWER_TOKENS,
-    ANSWERS,
     LEAST_LIMIT,
+    NOT_COMPARED,
     RECHECK_SETS,
     ROUNDING_FACTOR,
     WRONG_FACTOR,
     CheckReport,
     compare,
     comparison_sequences,
-    describe_difference,
     pool_reports,
     trimmed_mean,
     worst_report,
@@ -38,22 +35,16 @@ from grpo_mp.weight_sync.compare import (
 from grpo_mp.weight_sync.update import WeightSync
 
 MAX_PROMPTS = 256  # train prompts from which the compared texts are drawn
-ANNOUNCED_S = 10.0  # longer measurements are announced to the user
-WARNED_FACTOR = 1.5  # growth factor of a reported difference above which tensors are compared again
+WARNED_FACTOR = 1.5  # growth factor of a reported difference above which an engine is checked again
 Sequences = Sequence[tuple[int, ...]]
 Logprobs = list[list[float]]
 LOGGER = logging.getLogger(__name__)
 
 
-class EngineDisagreesError(EngineError):
-    """An engine's logprobs differ from the policy's because a tensor differs."""
-
-
 @dataclass
 class EngineCheck:
-    """Compares every engine's logprobs with the policy's, on texts of the run."""
+    """Compares every engine's logprobs with the policy's on train prompts."""
 
-    settings: Settings
     policy: Policy | None  # None on ranks that only host an engine
     has_experts: bool  # without experts, no token can be routed differently
     job: Job
@@ -61,189 +52,126 @@ class EngineCheck:
     engines: Rollout
     phases: PhaseManager
     prompts: Sequences  # token ids of train prompts
-    should_stop: Callable[[], bool] = lambda: False  # a collective over all ranks
-    say: Callable[[str], None] = LOGGER.info
+    longest: int  # tokens of a compared text
+    precision: str  # that engines compute in: a dtype, or fp8
+    tolerance: float | None  # sync.check_tolerance
+    correction: RolloutCorrectionConfig
     _rounding: float = field(default=0.0, init=False)  # mean effect of rounding on the policy's logprobs
     _warned: float = field(default=0.0, init=False)  # mean difference of the last warning
 
-    def run(self, version: int, answers: Sequence[Sample] = ()) -> CheckReport:
+    def run(self, version: int) -> CheckReport:
         """Compare all engines with the policy and return the report of the worst engine, with 0 tokens without engines.
 
         The mean |logprob difference| may reach `sync.check_tolerance`, by default a multiple of the effect of rounding
-        on the policy's own logprobs. An engine beyond this limit is restarted if one of its tensors is wrong. If all
-        tensors are right, a warning is logged where rounding explains the difference; else EarlyStopError is raised.
-
-        `version`: weight version of the last sync. `answers`: samples of this rank's engine; the check uses those with
-        the lowest group ids over all ranks, so it does not depend on which engine generated which group.
+        on the policy's own logprobs. Beyond this limit all weights are sent again as `version`. If the difference stays
+        and rounding may explain it, a warning is logged; else EarlyStopError is raised.
         """
-        with self.phases.activity(WEIGHT_CHECK, 4 + 2 * RECHECK_SETS):
-            first = sorted(answers, key=lambda sample: sample.group_id)[:ANSWERS]
-            own = [(sample.group_id, (*sample.prompt_tokens, *sample.tokens)[-ANSWER_TOKENS:]) for sample in first]
-            gathered = sorted(answer for of_rank in all_gather(own, self.job.group) for answer in of_rank)
-            texts = [tokens for _, tokens in gathered]
-            return self._run(version, comparison_sequences(self.prompts, self._longest, 0, texts))
+        with self.phases.activity(WEIGHT_CHECK, 4 * RECHECK_SETS):
+            reports = self._compare()
+            if wrong := self._beyond_limit(reports):
+                with self.phases.phase(Phase.SYNC, "second sync"):
+                    self.weight_sync.update_weights(version)
+                reports = self._compare()
+                if wrong_again := self._beyond_limit(reports):
+                    self._judge(*wrong_again)
+                elif self.job.rank == 0:
+                    LOGGER.warning("%s; a second sync repaired it: the first was incomplete", self._describe(*wrong))
+        return replace(worst_report(reports), limit=self._limit)
 
     @property
-    def _longest(self) -> int:
-        return self.settings.rollout.max_prompt_tokens + self.settings.rollout.max_response_tokens
+    def _limit(self) -> float:
+        return self.tolerance or max(LEAST_LIMIT, ROUNDING_FACTOR * self._rounding)
 
-    def _run(self, version: int, sequences: Sequences) -> CheckReport:
-        began_s = time.monotonic()
-        reports, expected = self._compare_engines(sequences)
-        set_s = time.monotonic() - began_s
-        worst = worst_report(reports)
-        limit = self._limit(worst, sequences, expected, set_s)
-        if not worst.tokens or worst.passes(max(limit, WARNED_FACTOR * self._warned)):
-            return replace(worst, limit=limit)
-        sets = [reports, *self._compare_more(worst, limit, set_s)]
-        if self.should_stop():
-            return replace(worst, limit=limit)
-        limit = self.settings.sync.check_tolerance or max(LEAST_LIMIT, ROUNDING_FACTOR * self._rounding)
-        by_engine = [[report for report in of_engine if report.tokens] for of_engine in zip(*sets, strict=True)]
-        beyond = dict[int, CheckReport]()
-        for engine, of_engine in enumerate(by_engine):
-            if of_engine:
-                mean = trimmed_mean(of_engine) if self.has_experts else pool_reports(of_engine).mean
-                if not mean <= limit:  # negated, so that NaN fails
-                    beyond[engine] = replace(pool_reports(of_engine), mean=mean, limit=limit)
-        # Together, since a second sync also repairs engines that are judged later.
-        wrong_tensors = self._find_wrong_tensors([*beyond], version) if beyond else {}
-        for engine, report in beyond.items():
-            self._judge(engine, report, wrong_tensors[engine])
-        return replace(worst_report([pool_reports(of_engine) for of_engine in by_engine if of_engine]), limit=limit)
+    def _compare(self) -> list[CheckReport]:
+        """Return the report of each engine; measure the effect of rounding if one is beyond the limit.
 
-    def _limit(self, worst: CheckReport, sequences: Sequences, expected: Logprobs, set_s: float) -> float:
-        """Return the allowed mean difference; measure the rounding effect again only if `worst` exceeds the limit."""
-        if self.settings.sync.check_tolerance:
-            return self.settings.sync.check_tolerance
-        if worst.tokens and not worst.passes(max(LEAST_LIMIT, ROUNDING_FACTOR * self._rounding)):
-            if set_s > ANNOUNCED_S:
-                self.say(f"weight check: measuring the rounding of {self._precision}, about {set_s:.0f} s")
-            self._rounding = self._measure(sequences, expected).mean
-        return max(LEAST_LIMIT, ROUNDING_FACTOR * self._rounding)
-
-    def _measure(self, sequences: Sequences, expected: Logprobs) -> CheckReport:
-        """Return how far rounding noise moves the policy's logprobs from `expected`."""
-        with self.phases.phase(Phase.SYNC, "rounding of the policy's logprobs"):
-            return compare(self._policy_logprobs(sequences, noise=True), expected)
-
-    @property
-    def _precision(self) -> str:
-        in_fp8 = self.weight_sync.resharder.wire.fp8 or self.settings.training.fp8_format
-        return "fp8" if in_fp8 or "fp8" in str(self.settings.engine.args.get("kv_cache_dtype")) else self._dtype
-
-    @property
-    def _dtype(self) -> str:
-        return self.settings.model.dtype
-
-    def _compare_more(self, worst: CheckReport, limit: float, set_s: float) -> list[list[CheckReport]]:
-        """Return reports on more sets of texts for MoE models, where near-ties in routing cause large differences."""
-        if not self.has_experts:
-            return []
-        self.say(
-            f"weight check: a mean |logprob difference| of {worst.mean:.3g} is beyond {limit:.3g}; comparing "
-            f"{RECHECK_SETS - 1} more sets of texts, about {2 * (RECHECK_SETS - 1) * set_s:.0f} s"
-        )
-        sets, noise = list[list[CheckReport]](), list[CheckReport]()
+        Near-ties in routing cause large differences of few tokens: MoE models are then compared on more texts.
+        """
+        reports, expected = self._compare_set(0)
+        if self._all_pass(reports):
+            return reports
+        noise = self._measure(0, expected)
+        self._rounding = noise.mean
+        if self._all_pass(reports) or not self.has_experts:
+            return reports
+        sets, noises = [reports], [noise]
         for number in range(1, RECHECK_SETS):
-            if self.should_stop():
-                return sets
-            sequences = comparison_sequences(self.prompts, self._longest, number)
-            reports, expected = self._compare_engines(sequences)
+            reports, expected = self._compare_set(number)
             sets.append(reports)
-            if not self.settings.sync.check_tolerance:
-                noise.append(self._measure(sequences, expected))
-        if noise:
-            self._rounding = pool_reports(noise).mean
-        return sets
+            noises.append(self._measure(number, expected))
+        self._rounding = pool_reports(noises).mean
+        by_engine = [[report for report in of_engine if report.tokens] for of_engine in zip(*sets, strict=True)]
+        return [
+            replace(pool_reports(of_engine), mean=trimmed_mean(of_engine)) if of_engine else NOT_COMPARED
+            for of_engine in by_engine
+        ]
 
-    def _judge(self, engine: int, report: CheckReport, found: str) -> None:
-        """Restart an engine beyond the limit, warn, or raise EarlyStopError, see `run`. `found`: its wrong tensors."""
-        host, tolerance = self.engines.host_ranks[engine], self.settings.sync.check_tolerance
+    def _all_pass(self, reports: Sequence[CheckReport]) -> bool:
+        return all(report.passes(max(self._limit, WARNED_FACTOR * self._warned)) for report in reports)
+
+    def _beyond_limit(self, reports: Sequence[CheckReport]) -> tuple[int, CheckReport] | None:
+        """Return the first engine beyond the limit and its report."""
+        return next(((engine, one) for engine, one in enumerate(reports) if not self._all_pass([one])), None)
+
+    def _judge(self, engine: int, report: CheckReport) -> None:
+        """Warn of an engine that disagrees after two syncs, or raise EarlyStopError."""
         # In float32 rounding may be too small to measure: use at least the rounding that LEAST_LIMIT implies.
         rounding = max(self._rounding, LEAST_LIMIT / ROUNDING_FACTOR)
-        allowed = "(sync.check_tolerance)" if tolerance else f"(rounding of {self._precision} makes {rounding:.3g})"
-        sentence = (
-            f"after the weight sync engine {engine} (rank {host}) disagrees with the policy: mean "
-            f"|logprob difference| {report.mean:.3g} over {report.tokens} tokens, largest {report.largest:.3g}, "
-            f"allowed mean {report.limit:.3g} {allowed}"
-        )
-        if found:
-            if self.job.rank == host:
-                self.engines.lose_engine(EngineDisagreesError(f"{sentence}; {found}"))
-        elif tolerance is None and report.mean <= WRONG_FACTOR * rounding:
-            self._warned = report.mean
-            if self.job.rank == host:
-                LOGGER.warning("%s; %s", sentence, self._advice())
-        else:
+        sentence = self._describe(engine, report)
+        if self.tolerance or not report.mean <= WRONG_FACTOR * rounding:  # negated, so that NaN fails
             raise EarlyStopError(
-                f"{sentence}; all tensors arrive unchanged: the engine computes another function, as by another rope, "
-                "scale or norm, and starting it again would not help: find the layer by `grpo-mp doctor model`"
+                f"{sentence}; a second sync changes nothing: the engine computes another function, as by another rope, "
+                "scale or norm: find the layer by `grpo-mp doctor model`"
             )
+        self._warned = report.mean
+        remedy = "set algorithm.rollout_correction={kind: truncate, high: 2.0}, which covers it, or model.dtype=float32"
+        if self.correction.kind != "none":
+            remedy = f"algorithm.rollout_correction.kind={self.correction.kind} covers it"
+        if self.job.rank == 0:
+            LOGGER.warning("%s; the engine's rounding explains it, coarser than the policy's: %s", sentence, remedy)
 
-    def _advice(self) -> str:
-        correction = self.settings.algorithm.rollout_correction
-        covers = (
-            f"algorithm.rollout_correction.kind={correction.kind} covers it"
-            if correction.kind != "none"
-            else "set algorithm.rollout_correction={kind: truncate, high: 2.0}, which covers it, or model.dtype=float32"
+    def _describe(self, engine: int, report: CheckReport) -> str:
+        allowed = (
+            "sync.check_tolerance" if self.tolerance else f"rounding of {self.precision} makes {self._rounding:.3g}"
         )
         return (
-            f"all tensors arrive unchanged, and rounding explains it: the engine's own, of {self._precision}, is "
-            f"coarser than the policy's; {covers}"
+            f"after the weight sync engine {engine} (rank {host}) disagrees with the policy: mean "
+            f"|logprob difference| {report.mean:.3g} over {report.tokens} tokens, largest {report.largest:.3g}, "
+            f"allowed mean {self._limit:.3g} ({'sync.check_tolerance' if self.tolerance else rounding})"
         )
 
-    def _checksums(self) -> dict[str, str]:
-        """Return the tensor checksums of this rank's engine; empty without an engine or if it cannot compute them."""
-        try:
-            return self.weight_sync.checksums()
-        except UserError as error:
-            LOGGER.warning("the engine's weights cannot be compared: %s", one_line(error))
-            return {}
-
-    def _compare_engines(self, sequences: Sequences) -> tuple[list[CheckReport], Logprobs]:
-        """Return the report of each engine on `sequences`, and the policy's logprobs; both are equal on all ranks."""
-        job, engines = self.job, self.engines
+    def _compare_set(self, number: int) -> tuple[list[CheckReport], Logprobs]:
+        """Return each engine's report on a set of texts, and the policy's logprobs; both are equal on all ranks."""
+        job = self.job
+        sequences = comparison_sequences(self.prompts, self.longest, number)
         with self.phases.phase(Phase.SYNC, "policy logprobs"):
             expected = self._policy_logprobs(sequences)
         differences = torch.zeros(job.world_size, 3, dtype=torch.float64)
         with self.phases.phase(Phase.CHECK):
-            with engines.losing_engine() as client:
+            with self.engines.losing_engine() as client:
                 if client:
-                    report = compare(engines.call(client.score(sequences)), expected)
+                    report = compare(self.engines.call(client.score(sequences)), expected)
                     measured = [report.mean, report.largest, report.tokens]
                     differences[job.rank] = torch.tensor(measured, dtype=torch.float64)
             dist.all_reduce(differences, group=job.group)
-        of_engines = [differences[rank].tolist() for rank in engines.host_ranks]
+        of_engines = [differences[rank].tolist() for rank in self.engines.host_ranks]
         return [CheckReport(mean, largest, int(tokens)) for mean, largest, tokens in of_engines], expected
+
+    def _measure(self, number: int, expected: Logprobs) -> CheckReport:
+        """Return how far rounding noise moves the policy's logprobs on a set of texts from `expected`."""
+        if self.tolerance:
+            return NOT_COMPARED
+        sequences = comparison_sequences(self.prompts, self.longest, number)
+        with self.phases.phase(Phase.SYNC, "rounding of the policy's logprobs"):
+            return compare(self._policy_logprobs(sequences, noise=True), expected)
 
     def _policy_logprobs(self, sequences: Sequences, noise: bool = False) -> Logprobs:
         logprobs = Logprobs()
         if self.policy:
             models = self.policy.models() if noise else ()
-            with rounding_noise(models, self._precision, self.job.rank):
+            with rounding_noise(models, self.precision, self.job.rank):
                 logprobs = sequence_logprobs(self.policy, sequences)
         return broadcast(logprobs, self.job.group)
-
-    def _find_wrong_tensors(self, engines: Sequence[int], version: int) -> dict[int, str]:
-        """Sync all weights twice and compare the checksums of `engines`; describe the wrong tensors of each."""
-        hosts = {engine: self.engines.host_ranks[engine] for engine in engines}
-        is_host = self.job.rank in hosts.values()
-        named = ", ".join(map(str, engines))
-        self.say(f"weight check: beyond the limit: engine {named}; all weights are sent twice to compare them")
-
-        def sync_again() -> dict[str, str]:
-            self.weight_sync.update_weights(version)
-            return self._checksums() if is_host else {}
-
-        with self.phases.phase(Phase.SYNC, "looking for the wrong tensor"):
-            before = self._checksums() if is_host else {}
-            again = sync_again()
-            if is_host:
-                self.weight_sync.overwrite_weights()
-            restored = sync_again()
-        found = all_gather(describe_difference(before, again, restored), self.job.group)
-        return {engine: found[host] for engine, host in hosts.items()}
 
 
 def sequence_logprobs(policy: Policy, sequences: Sequences) -> Logprobs:

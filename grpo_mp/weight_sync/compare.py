@@ -1,7 +1,7 @@
-"""Comparison of an engine's logprobs with the policy's after a weight sync, and search for the tensor that differs."""
+"""Comparison of an engine's logprobs with the policy's after a weight sync."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -26,9 +26,6 @@ MAX_ROUTING_TIES = 3
 MIN_TEXTS = 4
 MAX_TEXTS = 32
 MIN_TOKENS = 256
-ANSWERS, ANSWER_TOKENS = 2, 128  # number of answers of the last step to compare, and tokens at the end of each
-
-EngineChecksums = Mapping[str, str]  # checksums of an engine's tensors, by the engine's tensor names
 
 
 @dataclass(frozen=True)
@@ -52,12 +49,12 @@ NOT_COMPARED = CheckReport(0.0, 0.0, 0)
 
 
 def comparison_sequences(
-    prompts: Sequence[tuple[int, ...]], longest: int, number: int = 0, answers: Sequence[tuple[int, ...]] = ()
+    prompts: Sequence[tuple[int, ...]], longest: int, number: int = 0
 ) -> tuple[tuple[int, ...], ...]:
     """Return the token sequences, of 2 to `longest` tokens, on which engine and policy are compared.
 
-    `number`: number of the set. Set 0 consists of the first prompts and the ends of `answers` (prompts with responses).
-    Other sets consist of random prompts, each from a random token on, so that the sets differ if there are few prompts.
+    `number`: number of the set. Set 0 consists of the first prompts, other sets of random prompts, each from a random
+    token on, so that the sets differ if there are few prompts.
     """
     generator = random.Random(number)
     # If all prompts have a single token, join them to one text.
@@ -70,8 +67,7 @@ def comparison_sequences(
             break
         chosen.append(text[:longest])
         tokens += len(chosen[-1])
-    ends = [answer[-min(ANSWER_TOKENS, longest) :] for answer in answers[:ANSWERS] if len(answer) >= 2]
-    return (*chosen, *(ends if not number else ()))
+    return tuple(chosen)
 
 
 def compare(engine: Sequence[Sequence[float]], policy: Sequence[Sequence[float]]) -> CheckReport:
@@ -108,24 +104,3 @@ def worst_report(reports: Sequence[CheckReport]) -> CheckReport:
     return CheckReport(
         max(report.mean for report in compared), max(report.largest for report in compared), compared[0].tokens
     )
-
-
-def describe_difference(before: EngineChecksums, again: EngineChecksums, restored: EngineChecksums) -> str:
-    """Return one sentence that names the wrong tensors after a failed check; "" if all tensors are right.
-
-    `before`: checksums after the failed sync; `again`: after a second sync, which changes the tensors that the first
-    sync missed; `restored`: after overwriting all weights with random values and a third sync, which differs from
-    `again` in the tensors that no sync sends.
-    """
-    if not (again and restored):
-        return "the engine computes no checksums, so which tensor differs is not known"
-    if changed := [name for name in again if before.get(name) != again[name]]:
-        return f"a second sync changed {_first_names(changed)}: the first sync was incomplete"
-    if unreached := [name for name in restored if again.get(name) != restored[name]]:
-        return f"no sync updates {_first_names(unreached)}"
-    return ""
-
-
-def _first_names(names: list[str], shown: int = 3) -> str:
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more

@@ -7,7 +7,7 @@ sends all descriptions in one request. The engine unpickles only authenticated r
 import base64
 import io
 import pickle
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +19,6 @@ import torch.distributed as dist
 from grpo_mp import platform
 from grpo_mp.config.sections import PauseMode
 from grpo_mp.distributed.process_groups import all_gather
-from grpo_mp.rollout.client import EngineClient
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.rollout.shared_memory import (
     LOADER,
@@ -59,23 +58,11 @@ class EngineLink:
 
     def begin(self) -> None:
         """Pause the engine's requests and begin a weight update."""
-        self._call_paused(lambda client: client.begin_weight_update(self.with_draft))
-
-    def overwrite_weights(self) -> None:
-        """Fill the engine's weights with random values; its requests stay paused until the end of the next update."""
-        self._call_paused(lambda client: client.overwrite_weights(self.with_draft))
-
-    def checksums(self) -> dict[str, str]:
-        """Return the checksums of the engine's tensors on the engine host; {} on other ranks."""
-        client = self.rollout.client
-        return self.rollout.call(client.checksums(self.with_draft)) if client else {}
-
-    def _call_paused(self, request: Callable[[EngineClient], Coroutine[Any, Any, object]]) -> None:
         with self.rollout.losing_engine() as client:
             if client and self.pause:
                 self.rollout.call(client.pause_generation(self.pause))
             if client:
-                self.rollout.call(request(client))
+                self.rollout.call(client.begin_weight_update(self.with_draft))
 
     @contextmanager
     def loading(self, round_: RankRound, staged: NamedTensors) -> Iterator[None]:

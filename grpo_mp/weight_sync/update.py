@@ -122,15 +122,6 @@ class WeightSync:
             seconds=time.monotonic() - started,
         )
 
-    def overwrite_weights(self) -> None:
-        """Fill the weights of this rank's engine with random values; requests are paused until the next update."""
-        if self.link:
-            self.link.overwrite_weights()
-
-    def checksums(self) -> dict[str, str]:
-        """Return the checksums of the tensors of the engine that this rank hosts; {} without an engine."""
-        return self.link.checksums() if self.link else {}
-
 
 @dataclass(frozen=True)
 class PolicyShards:

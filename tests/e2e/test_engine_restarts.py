@@ -8,8 +8,7 @@ from random import Random
 import pytest
 
 from tests.e2e.conftest import REWARD, Outcome, StartJob, outcome
-from tests.e2e.jobs import LAUNCH, SLEEPING, Job, read_jsonl, spans
-from tests.e2e.test_failures import CORRUPT
+from tests.e2e.jobs import LAUNCH, SLEEPING, TORCHRUN, Job, read_jsonl, spans
 
 pytestmark = pytest.mark.slow
 STEPS = 5
@@ -122,11 +121,12 @@ def test_an_engine_that_dies_too_often_ends_the_run(start: Callable[..., Job], t
 
 
 @pytest.mark.nightly
-def test_an_engine_with_one_wrong_tensor_comes_back(start: Callable[..., Job], tmp_path: Path) -> None:
-    job = start(command=CORRUPT)
+def test_a_second_sync_repairs_an_engine_with_one_wrong_tensor(start: Callable[..., Job], tmp_path: Path) -> None:
+    job = start(command=(*TORCHRUN[:-1], "tests.e2e.corrupt_weights"))
     assert outcome(job) == Outcome(0, job.out, job.err, [])
     assert "disagrees with the policy" in job.err
-    assert "it is started again" in job.err
+    assert "a second sync repaired it" in job.err
+    assert "it is started again" not in job.err
     steps = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [step["step"] for step in steps] == list(range(STEPS + 1))
     assert all(step["sync/check/logprob_abs_diff/mean"] <= 1e-4 for step in steps[1:])

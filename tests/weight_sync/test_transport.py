@@ -59,12 +59,6 @@ class RecordingClient:
     async def continue_generation(self) -> None:
         self.calls.append("continue")
 
-    async def overwrite_weights(self, with_draft: bool = False) -> None:
-        self.calls.append("overwrite with the draft" if with_draft else "overwrite")
-
-    async def checksums(self, with_draft: bool = False) -> dict[str, str]:
-        return {"a": "1"} | ({"draft.a": "2"} if with_draft else {})
-
     async def begin_weight_update(self, with_draft: bool = False) -> None:
         self.calls.append("begin with the draft" if with_draft else "begin")
 
@@ -200,16 +194,6 @@ def test_the_engine_loads_while_the_body_runs(group: dist.ProcessGroup) -> None:
     assert all(torch.equal(client.loaded[0][name], tensor) for name, tensor in tensors)
 
 
-def test_no_request_computes_with_overwritten_weights(group: dist.ProcessGroup) -> None:
-    """They wait from before the overwriting until the update after it has ended."""
-    client = RecordingClient()
-    link = EngineLink(rollout_of(client), HostTransport(WIRE, group, 0), group, group, pause="in_place")
-    link.overwrite_weights()
-    link.begin()
-    link.end(7)
-    assert client.calls == ["pause in_place", "overwrite", "pause in_place", "begin", "end 7", "continue"]
-
-
 def test_an_engine_that_dies_before_it_pauses_is_lost_and_not_the_run(group: dist.ProcessGroup) -> None:
     class DyingClient(RecordingClient):
         async def pause_generation(self, mode: str) -> None:
@@ -228,8 +212,7 @@ def test_an_engine_that_dies_before_it_pauses_is_lost_and_not_the_run(group: dis
     rollout.losing_engine = losing_engine
     link = EngineLink(rollout, HostTransport(WIRE, group, 0), group, group, pause="retract")
     link.begin()
-    link.overwrite_weights()
-    assert (lost, client.calls) == (["engine 0: the connection failed"] * 2, [])
+    assert (lost, client.calls) == (["engine 0: the connection failed"], [])
 
 
 def test_an_engine_that_does_not_answer_ends_the_sync(
@@ -254,7 +237,4 @@ def test_an_update_is_of_the_draft_too_where_it_is_trained(group: dist.ProcessGr
     client = RecordingClient()
     link = EngineLink(rollout_of(client), HostTransport(WIRE, group, 0), group, group, with_draft=with_draft)
     link.begin()
-    link.overwrite_weights()
-    draft = " with the draft" if with_draft else ""
-    assert client.calls == [f"begin{draft}", f"overwrite{draft}"]
-    assert list(link.checksums()) == ["a", "draft.a"][: 1 + with_draft]
+    assert client.calls == ["begin with the draft" if with_draft else "begin"]
