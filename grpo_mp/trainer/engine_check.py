@@ -131,9 +131,8 @@ class EngineCheck:
             LOGGER.warning("%s; the engine's rounding explains it, coarser than the policy's: %s", sentence, remedy)
 
     def _describe(self, engine: int, report: CheckReport) -> str:
-        allowed = (
-            "sync.check_tolerance" if self.tolerance else f"rounding of {self.precision} makes {self._rounding:.3g}"
-        )
+        rounding = f"rounding of {self.precision} makes {self._rounding:.3g}"
+        host = self.engines.host_ranks[engine]
         return (
             f"after the weight sync engine {engine} (rank {host}) disagrees with the policy: mean "
             f"|logprob difference| {report.mean:.3g} over {report.tokens} tokens, largest {report.largest:.3g}, "
