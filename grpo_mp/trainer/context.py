@@ -223,8 +223,8 @@ def _make_sync(
         return None, None
     shards = PolicyShards.of_policy(policy) if policy else PolicyShards.none(inputs.hf, settings.layout)
     weight_sync = build_weight_sync(settings, shards, runtime.rollout, runtime.job)
-    fp8 = weight_sync.resharder.wire.fp8 or settings.training.fp8_format
-    fp8 = fp8 or "fp8" in str(settings.engine.args.get("kv_cache_dtype"))
+    cache_dtype = str(settings.engine.args.get("kv_cache_dtype"))
+    fp8 = (weight_sync.resharder.wire.fp8, settings.training.fp8_format, "fp8" in cache_dtype)
     check = EngineCheck(
         policy,
         has_experts=model_shape(inputs.hf).num_experts > 0,
@@ -234,7 +234,7 @@ def _make_sync(
         phases=phases,
         prompts=[prompt.tokens for prompt in inputs.train.prompts[:MAX_PROMPTS]],
         longest=settings.rollout.max_prompt_tokens + settings.rollout.max_response_tokens,
-        precision="fp8" if fp8 else settings.model.dtype,
+        precision="fp8" if any(fp8) else settings.model.dtype,
         tolerance=settings.sync.check_tolerance,
         correction=settings.algorithm.rollout_correction,
     )
