@@ -70,7 +70,7 @@ def engine_weight_bytes(job: PlannedJob) -> float:
     In blockwise FP8 the embedding, output layer and routers keep the model's dtype. Replicated key and value heads,
     where there are fewer heads than ranks, are neglected (a few thousandths).
     """
-    return sum(_rule_bytes(job, rule) * len(rule.layers or (0,)) for rule in _rules(job))
+    return sum(_rule_bytes(job, rule) * len(rule.layers or (0,)) for rule in engine_rules(job))
 
 
 def draft_weight_bytes(job: PlannedJob) -> float:
@@ -81,25 +81,36 @@ def draft_weight_bytes(job: PlannedJob) -> float:
     """
     if not job.settings.engine.speculative.drafts_by_mtp:
         return 0.0
-    layer = sum(_rule_bytes(job, rule) for rule in _rules(job) if job.model.num_layers - 1 in (rule.layers or ()))
+    last = job.model.num_layers - 1
+    layer = sum(_rule_bytes(job, rule) for rule in engine_rules(job) if last in (rule.layers or ()))
     hidden_size = job.model.hidden_size
     return layer + (2 * hidden_size**2 + 3 * hidden_size) * DTYPE_BYTES[job.settings.model.dtype]
 
 
-def _rules(job: PlannedJob) -> list[Rule]:
-    rules = family_of(job.hf).rules(replace(job.hf, trains_mtp=False))
+def engine_rules(job: PlannedJob, with_draft: bool = False) -> list[Rule]:
+    """Return the mapping rules of an engine's weights. `with_draft`: and of the trained layer that drafts."""
+    rules = family_of(job.hf).rules(replace(job.hf, trains_mtp=with_draft))
     return [rule for rule in rules if not (rule.applies_to_no_layer or rule.alias)]
 
 
+def is_quantized(job: PlannedJob, rule: Rule) -> bool:
+    """Return whether the engine holds the rule's weights in FP8."""
+    return job.engine_uses_fp8 and bool(rule.layers) and "router" not in rule.name
+
+
+def bytes_per_element(job: PlannedJob, rule: Rule) -> float:
+    """Return the bytes of an element of the rule's weights; in FP8 with its share of the block's float32 scale."""
+    return 1 + 4 / 128**2 if is_quantized(job, rule) else DTYPE_BYTES[job.settings.model.dtype]
+
+
 def _rule_bytes(job: PlannedJob, rule: Rule) -> float:
-    parallelism, dtype_bytes = job.engine_parallelism, DTYPE_BYTES[job.settings.model.dtype]
+    parallelism = job.engine_parallelism
     # Outside the layers, only the embedding is divided as attention is, and the output layer with enable_dp_lm_head.
     embeds = rule.name.startswith("embedding") or job.settings.engine.args.get("enable_dp_lm_head")
     like_layers = "layers" in rule.name or embeds
     tensor = parallelism.divisor(rule.name, routed_expert=False)[0] if like_layers else parallelism.gpus
     count = rule_parameters(rule, tensor, parallelism.expert, parallelism.expert_tensor)
-    quantized = job.engine_uses_fp8 and rule.layers and "router" not in rule.name
-    return count.total * (1 + 4 / 128**2 if quantized else dtype_bytes)  # and a float32 scale per block
+    return count.total * bytes_per_element(job, rule)
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,11 @@ from grpo_mp.planner.clusters import OVERHEADS
 from grpo_mp.planner.engine_memory import EngineMemory, ServedMemory, engine_memory, served_memory
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.parameter_count import largest_adapted
-from grpo_mp.planner.weight_traffic import check_lengths
+from grpo_mp.planner.sync_use import check_lengths, sync_round_bytes
 from grpo_mp.rollout.engine_layout import engine_host_ranks, engine_placements
 from grpo_mp.utils.phases import TRAINER, Phase, Residency
 from grpo_mp.utils.types import expert_id_bytes
 from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY
-from grpo_mp.weight_sync.wire import BUCKET_BYTES
 
 BytesByKind = Mapping[str, float]
 
@@ -171,7 +170,7 @@ def engine_device_memory(job: PlannedJob, engine: EngineMemory) -> dict[SubPhase
 
     The rank that hosts the engine also has a process on this GPU, for the weight sync.
     """
-    staged = _sync_round_bytes(job) * ROUNDS_OF_AN_ENGINE
+    staged = sync_round_bytes(job) * ROUNDS_OF_AN_ENGINE
     sizes = {
         "contexts": 2 * OVERHEADS.cuda_context,
         "communication": OVERHEADS.communicator + engine.communication,
@@ -223,7 +222,7 @@ def _temporary_memory(job: PlannedJob, stage: int, sub_phase: SubPhase) -> dict[
         return {"float32 gradients": sharded * per_parameter.fp32_gradients, "optimizer pieces": 2 * piece}
     if sub_phase is SubPhase.SYNC:
         rounds = ROUNDS_IN_MEMORY if job.settings.shares_devices else ROUNDS_OF_A_TRAINER
-        staged = _sync_round_bytes(job) * (rounds if job.world_size > 1 else 1)  # one rank sends nothing
+        staged = sync_round_bytes(job) * (rounds if job.world_size > 1 else 1)  # one rank sends nothing
         # The check follows: its sequences fill at least one chunk of logits.
         share = min(1.0, sum(check_lengths(job)) / job.microbatch_tokens)
         scored = max(share * forward_bytes(job, stage), logits_bytes(job, stage, backward=False))
@@ -236,7 +235,7 @@ def _temporary_memory(job: PlannedJob, stage: int, sub_phase: SubPhase) -> dict[
     if sub_phase is SubPhase.SAVE and _exports(job.settings):
         # As in a sync, without the copy for the engine; a single rank has all tensors and needs no rounds.
         return {
-            "export rounds": _sync_round_bytes(job) * ROUNDS_OF_AN_ENGINE * (job.train_ranks > 1),
+            "export rounds": sync_round_bytes(job) * ROUNDS_OF_AN_ENGINE * (job.train_ranks > 1),
             "quantization": QUANTIZATION_BYTES * job.settings.run.export_fp8,
             "merged weights": _merged_bytes(job),
         }
@@ -254,16 +253,6 @@ def _critic_activations(job: PlannedJob, stage: int, sub_phase: SubPhase, policy
 def _merged_bytes(job: PlannedJob) -> float:
     lora = job.settings.model.lora
     return 2.0 * 4 * largest_adapted(job.hf, job.settings.layout, lora.targets) if lora else 0.0
-
-
-def _sync_round_bytes(job: PlannedJob) -> float:
-    """Return the bytes of a sync round: the share of the bucket, or the largest request that an engine loads."""
-    model, row = job.model, job.model.hidden_size * job.per_parameter.weights
-    # The engine gets an expert's slice within a tensor of the full expert's size, from which its loader cuts it.
-    expert = model.moe_ffn_hidden_size * row if job.engine_parallelism.expert_tensor > 1 else 0
-    # An engine loads each of these tensors in one request.
-    largest = max(model.vocab_size, 2 * model.ffn_hidden_size, 3 * model.moe_ffn_hidden_size) * row
-    return max((job.settings.sync.bucket_bytes or BUCKET_BYTES) / ROUNDS_IN_MEMORY, largest) + expert
 
 
 def _largest_tensor(model: ModelShape, tensor: int) -> float:

@@ -82,11 +82,8 @@ class Plan:
         return max(seconds, key=lambda item: item[2])
 
 
-def make_plan(job: PlannedJob, with_sync: bool = True) -> Plan:
-    """Plan a job.
-
-    `with_sync`: include the times of the weight sync and its check, which take most of a second to plan.
-    """
+def make_plan(job: PlannedJob) -> Plan:
+    """Plan a job."""
     memory = plan_memory(job)
     uses = {
         SubPhase.LOAD: _load_use(job),
@@ -95,7 +92,6 @@ def make_plan(job: PlannedJob, with_sync: bool = True) -> Plan:
     }
     if not job.trains_only:
         uses |= _rollout_uses(job, memory)
-        uses |= {SubPhase.SYNC: sync_use(job), SubPhase.CHECK: check_use(job, memory.engine)} if with_sync else {}
     uses[SubPhase.SAVE] = _save_use(job, uses)
     uses = {sub_phase: uses.get(sub_phase, ResourceUse()) for sub_phase in SubPhase if sub_phase in memory.host}
     times = {sub_phase: estimate_time(use, job.cluster) for sub_phase, use in uses.items()}
@@ -117,6 +113,8 @@ def _rollout_uses(job: PlannedJob, memory: MemoryPlan) -> dict[SubPhase, Resourc
         SubPhase.GENERATE: generation_use(job, memory.engine),
         SubPhase.LOGPROB: logprob_use(job, passes) + ResourceUse(host_link_bytes=swap),
         SubPhase.OFFLOAD: ResourceUse(host_link_bytes=moved) + sleep_use(job),
+        SubPhase.SYNC: sync_use(job),
+        SubPhase.CHECK: check_use(job, memory.engine),
     }
 
 
@@ -167,7 +165,7 @@ def _save_use(job: PlannedJob, uses: Mapping[SubPhase, ResourceUse]) -> Resource
     beside = BESIDE_A_SAVE if job.settings.shares_devices else (SubPhase.LOGPROB,)
     hidden_s = sum(estimate_time(uses[phase], job.cluster).expected_s for phase in beside if phase in uses)
     share = 1 - hidden_s / estimate_time(rest, job.cluster).expected_s
-    moves = save_moves_use(job, job.held_weight_bytes[job.largest_stage], _suspended_bytes(job))
+    moves = save_moves_use(job, job.held_weight_bytes[job.largest_stage] + _suspended_bytes(job))
     return weights + rest.scaled(max(0.0, share)) + moves
 
 

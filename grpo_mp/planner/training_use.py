@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 
-from grpo_mp.planner.clusters import OVERHEADS
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.parameter_count import ParameterCount
 from grpo_mp.planner.resource_use import (
@@ -77,23 +76,6 @@ def _passes_of_an_epoch(job: PlannedJob, products: ResourceUse) -> ResourceUse:
         spared = 2.0 * active_parameters(job.model, job.hf) * _computed_tokens(job) / job.train_ranks
         use += ResourceUse(flops=-spared)
     return use
-
-
-def lone_pass_use(job: PlannedJob, tokens: float, context_tokens: float) -> ResourceUse:
-    """Return the resource use of a single forward micro-batch, which passes the pipeline stages one after the other.
-
-    All replicas compute the same micro-batch. `context_tokens`: length of a token's sequence. An interleaved schedule
-    needs `layout.pipeline` micro-batches, so it runs this micro-batch as often.
-    """
-    layout = job.settings.layout
-    traffic = _traffic_use(job, _layer_traffic(job)).scaled(
-        tokens * job.dp_size * layout.pipeline / _computed_tokens(job)
-    )
-    per_token = forward_flops_per_token(job.model, job.hf, context_tokens)
-    share = tokens / layout.tensor / layout.context
-    one = traffic + _products(job, share * per_token, share)
-    one += ResourceUse(device_bytes=sum(job.weight_bytes), latency_s=job.model.num_layers * OVERHEADS.eager_layer_s)
-    return one.scaled(2 - 1 / layout.pipeline if layout.virtual_pipeline else 1)
 
 
 def optimizer_use(job: PlannedJob, stage: int) -> ResourceUse:

@@ -7,7 +7,6 @@ Prints the table of the planner's page. With --fit, the shares of a cluster's pe
 import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import product
 from math import exp, log, sqrt
 from pathlib import Path
@@ -21,8 +20,6 @@ from grpo_mp.planner.job import PlannedJob, make_job
 from grpo_mp.planner.memory import SubPhase
 from grpo_mp.planner.model_configs import find_config
 from grpo_mp.planner.plan import make_plan
-from grpo_mp.planner.resource_use import ResourceUse, estimate_time
-from grpo_mp.planner.sync_use import sync_use
 
 PUBLISHED = Path(__file__).with_name("published_steps.yaml")
 STEP = "step"
@@ -50,14 +47,10 @@ class PublishedStep:
     def expected_s(self, phase: str, rates: Efficiency | None = None) -> float:
         """Return the expected seconds of a phase, or of a step with its weight sync and without the check after it."""
         cluster = replace(self.job.cluster, achievable=rates or self.job.cluster.achievable)
-        plan = make_plan(replace(self.job, cluster=cluster), with_sync=False)
+        plan = make_plan(replace(self.job, cluster=cluster))
         if phase != STEP:
             return plan.times[SubPhase(phase)].expected_s
-        return plan.step_s + estimate_time(self._sync_use, cluster).expected_s
-
-    @cached_property
-    def _sync_use(self) -> ResourceUse:
-        return sync_use(self.job)
+        return plan.step_s - plan.times[SubPhase.CHECK].expected_s
 
     def log_error(self, rates: Efficiency) -> float:
         """Return the logarithm of expected over measured seconds of the step, or of the one phase that is known."""

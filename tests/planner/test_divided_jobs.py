@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 
-from grpo_mp.models.families import family_of
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.memory import SubPhase, plan_memory, total_bytes
 from grpo_mp.planner.plan import make_plan
-from grpo_mp.planner.weight_traffic import plan_job_sync
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.phases import GIB
 from tests.cli.command import run_command
@@ -63,14 +61,6 @@ def test_a_step_takes_the_slower_side_and_the_sync(prompts: int, slower: str) ->
     assert plan.step_s == pytest.approx(max(times[SubPhase.GENERATE], training_s) + sync_s)
     assert SubPhase.OFFLOAD not in times
     assert plan.bottleneck[0] in ((SubPhase.GENERATE,) if slower == "generation" else (*trained, SubPhase.SAVE))
-
-
-def test_weights_go_from_the_first_ranks_to_the_last() -> None:
-    job = divided()
-    plan, _ = plan_job_sync(job, family_of(job.hf).params(job.hf))
-    transfers = [transfer for round_ in plan.rounds for transfer in round_]
-    assert {source for transfer in transfers for source, _ in transfer.shards()} <= set(range(8))
-    assert {reader for transfer in transfers for reader in transfer.readers} == set(range(8, 16))
 
 
 def test_the_command_shows_both_kinds_of_devices(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,8 +29,8 @@ def test_closed_form_equals_what_megatron_builds(values: dict[str, Any]) -> None
 
 def test_gradients_optimizer_and_checkpoints_are_of_adapters_alone() -> None:
     options: dict[str, Any] = {"layout": LAYOUT, "training": MEGATRON}
-    full = make_plan(job_of("moonlight-16b-a3b", "h100-80", 2, **options), with_sync=False)
-    adapted = make_plan(job_of("moonlight-16b-a3b", "h100-80", 2, **options, model=lora()), with_sync=False)
+    full = make_plan(job_of("moonlight-16b-a3b", "h100-80", 2, **options))
+    adapted = make_plan(job_of("moonlight-16b-a3b", "h100-80", 2, **options, model=lora()))
     job, size = adapted.job, bytes_per_parameter("bfloat16", {})
     for stage, (trained, held) in enumerate(zip(job.policy_trained_counts, job.parameter_counts, strict=True)):
         phase = next(phase for phase in adapted.memory.device[stage] if phase.name == "TRAIN")

@@ -10,8 +10,8 @@ from grpo_mp.planner.generation import Speculation, speculation
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.plan import make_plan
 from grpo_mp.planner.resource_use import active_parameters
+from grpo_mp.planner.sync_use import sync_use
 from grpo_mp.planner.training_use import train_use
-from grpo_mp.planner.weight_traffic import sync_traffic
 from grpo_mp.utils.errors import UserError
 from tests.planner.jobs import job_of
 
@@ -47,7 +47,7 @@ def test_what_a_step_yields() -> None:
     assert speculation(r1({"algorithm": "ngram"})) == Speculation(1.0, 4, 1.0)
     for job in (replace(r1(MTP), acceptance_length=4.5), replace(r1(), acceptance_length=1.5)):
         with pytest.raises(UserError, match=r"--acceptance-length .*: a step computes [41] tokens"):
-            make_plan(job, with_sync=False)
+            make_plan(job)
 
 
 def test_a_layer_that_learns_costs_the_trainer_and_not_the_engines() -> None:
@@ -70,7 +70,7 @@ def test_a_layer_that_learns_costs_the_trainer_and_not_the_engines() -> None:
     ratio = (2 * added + attention) / (2 * active + LAYERS * attention)
     assert train_use(trained).flops / train_use(plain).flops == pytest.approx(1 + ratio, rel=1e-6)
     assert train_use(trained).bubble < train_use(plain).bubble  # 31 and 30 + 1 layers, where it was 31 and 30
-    assert sync_traffic(trained) == sync_traffic(plain)
-    assert sync_traffic(drafting).loaded > 1.01 * sync_traffic(job(0.0, **MTP)).loaded
+    assert sync_use(trained).nvlink_bytes == sync_use(plain).nvlink_bytes
+    assert sync_use(drafting).nvlink_bytes > 1.01 * sync_use(job(0.0, **MTP)).nvlink_bytes
     groups = [communicators(each.settings.layout, 16, True, each.has_copied_embedding) for each in (plain, trained)]
     assert {group.group for group in groups[1]} - {group.group for group in groups[0]} == {"EMBEDDING_GROUP"}
