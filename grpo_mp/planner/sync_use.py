@@ -8,7 +8,7 @@ from grpo_mp.planner.generation import prefill_flops
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.parameter_count import rule_parameters
 from grpo_mp.planner.resource_use import ResourceUse, forward_flops_per_token
-from grpo_mp.weight_sync.compare import ANSWERS, MAX_TEXTS, comparison_sequences
+from grpo_mp.weight_sync.compare import MAX_TEXTS, comparison_sequences
 from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY
 from grpo_mp.weight_sync.wire import BUCKET_BYTES
 
@@ -66,9 +66,9 @@ def sync_round_bytes(job: PlannedJob) -> float:
 
 
 def check_lengths(job: PlannedJob) -> list[int]:
-    """Return the lengths [tokens] of the sequences that the check after a sync scores: prompts and response ends."""
+    """Return the lengths [tokens] of the sequences that the check after a sync scores."""
     prompts, longest = [(0,) * max(2, job.prompt_tokens)] * MAX_TEXTS, job.settings.rollout.max_sequence_tokens
-    return list(map(len, comparison_sequences(prompts, longest, answers=[(0,) * longest] * ANSWERS)))
+    return list(map(len, comparison_sequences(prompts, longest)))
 
 
 def check_use(job: PlannedJob, engine: EngineMemory) -> ResourceUse:
