@@ -27,7 +27,7 @@ def sync_use(job: PlannedJob) -> ResourceUse:
     """Return the resource use of one GPU in a weight sync.
 
     A GPU loads full tensors, but only its own experts or slices of experts. What is sent to a node is divided over its
-    GPUs. All ranks take part in every round, so `OVERHEADS.sync_unevenness` scales link bytes to the busiest rank of each round.
+    GPUs. All ranks take part in every round, so `OVERHEADS.sync_unevenness` scales link bytes to the busiest rank.
     """
     engine, per_node = job.engine_parallelism, min(job.gpus_per_node, job.world_size)
     expert = 1 if engine.moves_experts else engine.expert
