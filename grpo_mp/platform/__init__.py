@@ -150,7 +150,7 @@ def megatron_fields(interleaved: bool, model: Mapping[str, Any]) -> dict[str, An
 
 
 def fp8_fields(fp8_format: str | None, recipe: str) -> dict[str, Any]:
-    """Return the FP8 fields of Megatron's config; {} without FP8, and on a CPU, where fp8_linear computes FP8.
+    """Return the FP8 fields of Megatron's config; {} without FP8, and on a CPU.
 
     TransformerEngine's FP8 copies of the weights are not cached between micro-batches. They would stay in GPU memory
     when the policy is offloaded for the engines.

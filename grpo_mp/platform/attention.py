@@ -4,7 +4,6 @@ import math
 from itertools import pairwise
 from typing import Any
 
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -19,43 +18,31 @@ class Attention(MegatronModule):
     def __init__(
         self,
         config: Any,
-        layer_number: int,
         attn_mask_type: AttnMaskType,
         attention_type: str,
-        attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         k_channels: int | None = None,
-        v_channels: int | None = None,
-        cp_comm_type: str | None = None,
         pg_collection: Any = None,
+        **_: Any,
     ) -> None:
         super().__init__(config=config)
-        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        if dropout or config.window_size or attention_type != "self":
+        if config.attention_dropout or config.window_size or attention_type != "self":
             raise NotImplementedError("attention on a CPU has no dropout, no sliding window and no cross attention")
         self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
         self.scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
         self.attn_mask_type = attn_mask_type
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, *_: Tensor | None, attn_mask_type: Any = None, **options: Any
     ) -> Tensor:
         """Return causal attention: packed [t, h, d] -> [t, h * e], else [s, b, h, d] -> [s, b, h * e].
 
-        Packed sequences may have more keys than queries; the last query is aligned to the last key. `attention_mask` is
-        ignored.
+        Packed sequences may have more keys than queries; the last query is aligned to the last key. The ignored
+        argument is a mask.
         """
-        if "causal" not in (attn_mask_type or self.attn_mask_type).name or attention_bias is not None:
+        if "causal" not in (attn_mask_type or self.attn_mask_type).name or options.get("attention_bias") is not None:
             raise NotImplementedError("attention on a CPU is causal and has no bias")
-        if packed_seq_params is not None:
-            params = packed_seq_params
+        if params := options.get("packed_seq_params"):
             lengths = sequence_lengths(params.cu_seqlens_q, params.cu_seqlens_q_padded)
             key_lengths = sequence_lengths(params.cu_seqlens_kv, params.cu_seqlens_kv_padded)
             prefixes = tuple(keys - queries for keys, queries in zip(key_lengths, lengths, strict=True))

@@ -17,8 +17,7 @@ ALIGNMENT = 16  # numbers of keys are padded to multiples: torch sums the rest o
 
 def paged_attention(
     query: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    cache: tuple[Tensor, Tensor],
     slots: Tensor,
     lengths: Sequence[int],
     new_tokens: Sequence[int],
@@ -26,10 +25,11 @@ def paged_attention(
 ) -> Tensor:
     """Return causal attention of the new tokens of B sequences over all their tokens, [T, H, Dv].
 
-    `query` [T, H, D]: new tokens of all sequences, concatenated; `keys` [S, G, D] and `values` [S, G, Dv]: KV cache of
-    S slots, where G divides H; `slots` [B, L]: cache slot of each token (beyond a sequence's length any valid slot);
+    `query` [T, H, D]: new tokens of all sequences, concatenated; `cache`: keys [S, G, D] and values [S, G, Dv] of S
+    slots, where G divides H; `slots` [B, L]: cache slot of each token (beyond a sequence's length any valid slot);
     `lengths`: tokens of each sequence; `new_tokens`: how many of them, at the end, are new.
     """
+    keys, values = cache
     output = query.new_empty(query.shape[0], query.shape[1], values.shape[2])
     starts = list(accumulate(new_tokens, initial=0))
     for count, batch in _batches(lengths, new_tokens, query.shape[1]):

@@ -11,18 +11,15 @@ The hook rewrites the syntax tree of each module as it is imported:
 | `pin_memory=...`              | `pin_memory=False`                 |
 | `x.is_cuda`                   | `x.is_cpu`                         |
 
-Parsing all of Megatron takes over a second, so the code objects are cached in the user's cache folder.
+Parsing all of Megatron takes over a second, so the compiled modules are cached in the user's cache folder.
 """
 
 import ast
-import contextlib
 import hashlib
 import importlib.abc
 import importlib.machinery
-import marshal
 import os
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -80,35 +77,30 @@ def compile_on_cpu(source: bytes, path: str) -> CodeType:
 
 
 def cache_folder() -> Path:
-    """Return the folder of this user's cached code objects."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpo_mp" / "megatron_on_cpu"
+    """Return the folder of this user's modules rewritten by this version of this file."""
+    version = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpo_mp" / f"megatron_on_cpu_{version}"
 
 
-def cached_code(source: bytes, path: str) -> CodeType:
-    """Return the result of `compile_on_cpu`, cached on disk. An unreadable cache file is replaced."""
-    # The key includes the text of this file, so that a change of the rewriting invalidates the cache.
-    key = b"\0".join((sys.version.encode(), Path(__file__).read_bytes(), path.encode(), source))
-    file = cache_folder() / hashlib.sha256(key).hexdigest()
-    with contextlib.suppress(OSError, EOFError, ValueError, TypeError):
-        code = marshal.loads(file.read_bytes())
-        if isinstance(code, CodeType):
-            return code
-    code = compile_on_cpu(source, path)
-    with contextlib.suppress(OSError):  # with a read-only or full home folder, the next start compiles again
-        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as temporary:
-            temporary.write(marshal.dumps(code))
-        os.replace(temporary.name, file)
-    return code
+def _cached(path: str) -> str:
+    return f"{cache_folder()}{path}"
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
+    """Loads a rewritten module. Python's cache of compiled modules moves to the user's cache folder."""
+
     def __init__(self, name: str, path: str, patch: Patch | None) -> None:
         super().__init__(name, path)
         self.patch = patch
 
-    def get_code(self, fullname: str) -> CodeType:
-        return cached_code(self.get_data(self.path), self.path)
+    def source_to_code(self, data: Any, path: Any, **_: Any) -> CodeType:  # type: ignore[override]
+        return compile_on_cpu(data, path)
+
+    def get_data(self, path: str) -> bytes:
+        return super().get_data(_cached(path) if path.endswith(".pyc") else path)
+
+    def set_data(self, path: str, data: bytes, **options: Any) -> None:  # type: ignore[override]
+        super().set_data(_cached(path), data, **options)
 
     def exec_module(self, module: ModuleType) -> None:
         module.__dict__[FAKE_CUDA] = fake_cuda

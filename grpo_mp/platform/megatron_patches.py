@@ -86,7 +86,7 @@ class FusedAdam(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         adam_w_mode: bool = True,
-        capturable: bool = False,
+        **_: Any,
     ) -> None:
         self.update = adamw if adam_w_mode else adam
         defaults = {"lr": lr, "bias_correction": True, "betas": betas, "eps": eps, "weight_decay": weight_decay}

@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron.core.utils import get_pg_size
 from torch import Tensor
+from torch.nn import functional
 
 
 def _set_attributes(param: Tensor, **attributes: Any) -> None:
@@ -26,46 +27,13 @@ def _check_norm(config: Any) -> None:
         raise NotImplementedError("the norm on a CPU is RMSNorm with an ordinary weight")
 
 
-class _RmsNorm(torch.autograd.Function):
-    """Computes x / rms(x) * weight (arXiv 1910.07467, eq. 4) and its gradient, with half of torch's operations."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, scale)
-        return (x * scale).mul_(weight).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        (grad,) = grads
-        x, weight, scale = ctx.saved_tensors
-        normed = x * scale
-        grad = grad.to(normed.dtype)
-        grad_weight = (grad * normed).flatten(0, -2).sum(0)
-        grad_normed = grad * weight
-        mean = torch.linalg.vecdot(grad_normed, normed).unsqueeze(-1).div_(x.shape[-1])
-        grad_x = torch.addcmul(grad_normed, normed, mean, value=-1).mul_(scale)
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x [..., n] divided by its root mean square and multiplied by weight [n]; squares are summed in float32."""
-    normed: Tensor = _RmsNorm.apply(x, weight, eps)
-    return normed
-
-
 class Norm(torch.nn.RMSNorm):
     """RMSNorm whose weight gradient Megatron sums over tensor-parallel ranks with sequence parallelism."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
         _check_norm(config)
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.epsilon = eps
         _set_attributes(self.weight, sequence_parallel=config.sequence_parallel)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.epsilon)
 
 
 class LayerNormColumnParallelLinear(ColumnParallelLinear):
@@ -83,14 +51,13 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
 
         With sequence parallelism, s' = s * tensor-parallel size, else s' = s.
         """
-        x = rms_norm(x, self.layer_norm_weight, self.config.layernorm_epsilon)
-        return super().forward(x, **kwargs)
+        weight = self.layer_norm_weight
+        normed = functional.rms_norm(x, weight.shape, weight, self.config.layernorm_epsilon)
+        return super().forward(normed, **kwargs)
 
 
 class DuplicatedLinear(torch.nn.Linear):
     """Linear layer that is replicated over tensor-parallel ranks, for the down projections of latent attention."""
-
-    linear: Callable[[Tensor, Tensor], Tensor] = staticmethod(torch.nn.functional.linear)
 
     def __init__(
         self,
@@ -112,43 +79,16 @@ class DuplicatedLinear(torch.nn.Linear):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         """Map x [..., input_size] -> [..., output_size]; the second value, the bias, is None."""
-        return self.linear(x, self.weight), None
+        return functional.linear(x, self.weight), None
 
 
-class _GroupedMatmul(torch.autograd.Function):
-    """Multiplies each group of rows by its own weight and writes the products into one output tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, splits: list[int], *weights: Tensor) -> Tensor:
-        ctx.save_for_backward(x, *weights)
-        ctx.splits = splits
-        out = x.new_empty(len(x), weights[0].shape[0])
-        for x_group, out_group, weight in zip(x.split(splits), out.split(splits), weights, strict=True):
-            torch.mm(x_group, weight.t(), out=out_group)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        x, *weights = ctx.saved_tensors
-        grad_groups = grad.contiguous().split(ctx.splits)
-        grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        if grad_x is not None:
-            for grad_group, target, weight in zip(grad_groups, grad_x.split(ctx.splits), weights, strict=True):
-                torch.mm(grad_group, weight, out=target)
-        if not any(ctx.needs_input_grad[2:]):
-            return grad_x, None, *(None for _ in weights)
-        grad_weights = [g.t() @ x_group for g, x_group in zip(grad_groups, x.split(ctx.splits), strict=True)]
-        return grad_x, None, *grad_weights
-
-
-def grouped_matmul(x: Tensor, splits: list[int], weights: Sequence[Tensor]) -> Tensor:
+def grouped_matmul(x: Tensor, splits: Sequence[int], weights: Sequence[Tensor]) -> Tensor:
     """Return [tokens, out]: each group of rows of x [tokens, in] multiplied by its own weight [out, in].
 
     `splits`: rows of each group. The weight of a group without rows gets gradient 0 instead of None.
     """
-    output: Tensor = _GroupedMatmul.apply(x, splits, *weights)
-    return output
+    groups = zip(x.split(list(splits)), weights, strict=True)
+    return torch.cat([functional.linear(group, weight) for group, weight in groups])
 
 
 class GroupedLinear(torch.nn.Module):
@@ -158,22 +98,12 @@ class GroupedLinear(torch.nn.Module):
     """
 
     partition_dim: int
-    matmul: Callable[..., Tensor] = staticmethod(_GroupedMatmul.apply)
 
     def __init__(
-        self,
-        num_gemms: int,
-        input_size: int,
-        output_size: int,
-        *,
-        config: Any,
-        init_method: Callable[[Tensor], Any],
-        bias: bool,
-        pg_collection: Any,
-        **kwargs: Any,
+        self, num_gemms: int, input_size: int, output_size: int, *, config: Any, pg_collection: Any, **kwargs: Any
     ) -> None:
         super().__init__()
-        if bias:
+        if kwargs["bias"]:
             raise NotImplementedError("expert layers on a CPU have no bias")
         self.num_gemms, self.groups = num_gemms, pg_collection
         shape = [output_size, input_size]
@@ -189,7 +119,7 @@ class GroupedLinear(torch.nn.Module):
         name = get_expert_parallel_rng_tracker_name()
         with tracker.fork(name) if tracker.is_initialized() else contextlib.nullcontext():
             for tensor in self._weights():
-                init_method(tensor)
+                kwargs["init_method"](tensor)
 
     def forward(self, x: Tensor, splits: list[int]) -> tuple[Tensor, None]:
         """Map x [tokens, in], sorted by expert, -> [tokens, out]; the second value, the bias, is None.
@@ -198,7 +128,7 @@ class GroupedLinear(torch.nn.Module):
         """
         # An expert without tokens gets gradient 0 instead of None. Overlapped gradient reduction waits for every
         # parameter, so a missing gradient would hang the run.
-        return self.matmul(x, splits, *self._weights()), None
+        return grouped_matmul(x, splits, self._weights()), None
 
     def _weights(self) -> list[Tensor]:
         return [getattr(self, f"weight{i}") for i in range(self.num_gemms)]

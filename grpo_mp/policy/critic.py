@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_mp import platform
 from grpo_mp.algorithms.values import ValueLoss
 from grpo_mp.checkpoint.hf_reader import check_model
 from grpo_mp.checkpoint.torch_dist_reader import open_weights
@@ -25,7 +24,6 @@ from grpo_mp.models.value_head import (
     critic_config,
     critic_params,
 )
-from grpo_mp.policy.fp8 import check_fp8
 from grpo_mp.policy.megatron_args import check_overrides
 from grpo_mp.policy.megatron_config import transformer_config
 from grpo_mp.policy.model import ValueModel
@@ -128,13 +126,6 @@ def _check_megatron(settings: Settings, hf: HfConfig, layout: LayoutConfig) -> N
         transformer_config(layout, own.training, own.model.dtype, hf)
     except UserError as error:
         raise UserError(f"critic: {error}; critic.megatron_args changes a field for the critic alone") from error
-    check_fp8(
-        own.training,
-        own.model.dtype,
-        layout=layout,
-        params=critic_params(hf).values(),
-        capability=platform.compute_capability(),
-    )
 
 
 def _check_tensors(model: ModelConfig, stored: HfConfig, where: str) -> None:

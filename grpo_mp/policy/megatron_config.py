@@ -50,6 +50,14 @@ def transformer_config(layout: LayoutConfig, training: TrainingConfig, dtype: st
     return config
 
 
+def check_fp8(training: TrainingConfig, dtype: str) -> None:
+    """Refuse FP8 training without a GPU or in float32. TransformerEngine checks the GPU's type and matrix sizes."""
+    if training.fp8_format and not (platform.on_cuda() and dtype == "bfloat16"):
+        raise UserError(
+            f"training.fp8_format={training.fp8_format} needs a GPU and model.dtype=bfloat16: set it to null on a CPU"
+        )
+
+
 def _multi_token_prediction(hf: HfConfig, values: Mapping[str, Any]) -> dict[str, Any]:
     fields: dict[str, Any] = {"mtp_num_layers": hf.policy_layers - hf.int("num_hidden_layers")}
     stages = values.get(PIPELINE_LAYOUT)

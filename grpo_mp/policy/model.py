@@ -1,7 +1,5 @@
 """The policy's Megatron model: a GPTModel that returns token logprobs instead of logits."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,21 +15,10 @@ from grpo_mp import platform
 from grpo_mp.config.sections import TrainingConfig
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.platform import fp8_linear
 from grpo_mp.policy.deepseek import set_group_ranking, use_latent_attention
 from grpo_mp.policy.multi_token_prediction import MTP_INPUTS, embed_detached, mtp_block_spec
 from grpo_mp.policy.shared_prompt_attention import use_per_token_rotary, use_shared_prompt_attention
-from grpo_mp.policy.vocab_parallel import VocabularyShard, output_logits, token_logprobs
-
-
-@dataclass(frozen=True)
-class Head:
-    """Settings of the LM head, which turns hidden states into logprobs."""
-
-    temperature: float
-    chunk_tokens: int  # tokens whose logits exist at a time
-    vocabulary: int  # size without padding
-    fp32: bool = True  # False: round logits to the model's dtype
+from grpo_mp.policy.vocab_parallel import Head, VocabularyShard, output_logits, token_logprobs
 
 
 class PolicyModel(GPTModel):
@@ -73,15 +60,9 @@ class PolicyModel(GPTModel):
 
     def _token_logprobs(self, hidden: Tensor, weight: Tensor, targets: Tensor, others: Tensor | None = None) -> Tensor:
         group = self.pg_collection.tp
-        shard = VocabularyShard(
-            start=group.rank() * weight.shape[0],
-            size=self.head.vocabulary,
-            group=group if group.size() > 1 else None,
-        )
-        head = self.head
-        return token_logprobs(
-            self._gathered(hidden), weight, targets, shard, head.temperature, head.chunk_tokens, others, head.fp32
-        )
+        start = group.rank() * weight.shape[0]
+        shard = VocabularyShard(self.head, start, group if group.size() > 1 else None)
+        return token_logprobs(self._gathered(hidden), weight, targets, shard, others)
 
 
 class ValueHead(torch.nn.Module):
@@ -123,22 +104,12 @@ def build_chunks(
     chunks = config.virtual_pipeline_model_parallel_size
     head = Head(temperature, training.logprob_chunk_tokens, hf.int("vocab_size"), fp32_head)
     stages = range(chunks) if chunks else (None,)
-    models = [
+    return [
         _build_chunk(
             config, hf, head=head, share_prompts=training.share_prompts, vp_stage=stage, model_class=model_class
         )
         for stage in stages
     ]
-    if training.fp8_format and not platform.on_cuda():
-        use_fp8(models, training.fp8_format)
-    return models
-
-
-def use_fp8(models: Sequence[PolicyModel], fp8_format: fp8_linear.Fp8Format) -> None:
-    """Make the linear layers compute in FP8 on a CPU, in decoder and multi-token-prediction layer but not the head."""
-    for model in models:
-        for layers in [model.decoder, *([model.mtp] if model.mtp_process else [])]:
-            fp8_linear.use_fp8(layers, fp8_format)
 
 
 def _build_chunk(

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_mp import platform
 from grpo_mp.checkpoint.hf_reader import check_model
 from grpo_mp.checkpoint.torch_dist_reader import open_weights
 from grpo_mp.config import TrainerSettings
@@ -23,10 +22,9 @@ from grpo_mp.models.lora import adapter_params, check_adapters
 from grpo_mp.models.multi_token_prediction import COPIED_EMBEDDING, is_of_mtp
 from grpo_mp.policy.expert_load import ExpertLoad
 from grpo_mp.policy.forward import LossFunction
-from grpo_mp.policy.fp8 import check_fp8
 from grpo_mp.policy.lora import MergedWeights, add_adapters, initialize
 from grpo_mp.policy.megatron_args import check_overrides
-from grpo_mp.policy.megatron_config import transformer_config
+from grpo_mp.policy.megatron_config import check_fp8, transformer_config
 from grpo_mp.policy.model import PolicyModel
 from grpo_mp.policy.multi_token_prediction import MtpLoss
 from grpo_mp.policy.reference import Reference
@@ -169,13 +167,7 @@ def check_policy(
     check_layout(layout, model_shape(hf), world_size, sets_pipeline_layout(training.megatron_args))
     check_overrides(training.megatron_args)
     config = transformer_config(layout, training, model.dtype, hf)
-    check_fp8(
-        training,
-        model.dtype,
-        layout=layout,
-        params=family_of(hf).params(hf).values(),
-        capability=platform.compute_capability(),
-    )
+    check_fp8(training, model.dtype)
     if hf.trains_mtp and COPIED_EMBEDDING not in family_of(hf).params(hf):
         raise hf.error(
             f"the family of {hf.model_type!r} does not map a multi-token-prediction layer: set "

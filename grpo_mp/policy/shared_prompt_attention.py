@@ -42,24 +42,15 @@ class SharedPromptAttention(TEDotProductAttention):
     """Megatron's core attention, in which sequences may also attend to the keys of a shared prompt."""
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: Any = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
-        **kwargs: Any,
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> Tensor:
         """Return the attention output [T, h * e] of query [T, h, d], key [T, g, d] and value [T, g, e]."""
-        if isinstance(packed_seq_params, SharedPromptParams):
-            rows, packed_seq_params = packed_seq_params.key_rows, packed_seq_params.attention
-            key, value = key.index_select(0, rows), value.index_select(0, rows)
-            attn_mask_type = _Mask.padding_causal_bottom_right
-        output: Tensor = super().forward(
-            query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params, **kwargs
-        )
+        params = options.get("packed_seq_params")
+        if isinstance(params, SharedPromptParams):
+            key, value = key.index_select(0, params.key_rows), value.index_select(0, params.key_rows)
+            mask = _Mask.padding_causal_bottom_right
+            options |= {"packed_seq_params": params.attention, "attn_mask_type": mask}
+        output: Tensor = super().forward(query, key, value, attention_mask, **options)
         return output
 
 

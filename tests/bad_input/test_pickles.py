@@ -13,7 +13,6 @@ ALLOWED = {
     "batching/exchange.py: pickle.loads": "samples of another rank, by the job's own process group",
     "config/other_trainers.py: yaml.safe_load": "shipped with the package",
     "doctor/activations.py: torch.load": "weights_only",
-    "platform/import_hook.py: marshal.loads": "compiled code, in a folder that only its user may write",
     "policy/checkpoint.py: torch.load": "weights_only",
     "monitor/curves.py: yaml.safe_load": "shipped with the package",
     "monitor/metrics.py: yaml.safe_load": "shipped with the package",

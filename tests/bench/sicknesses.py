@@ -183,13 +183,6 @@ SICKNESSES = {
         ),
         steps=15,
     ),
-    "mismatch_by_fp8": Sickness(
-        "The policy's linear layers compute in FP8, those of the engines in float32, and answers are sampled at a high "
-        "temperature, so that there are many rare tokens.",
-        "mismatch",
-        ("training.fp8_format=e4m3", "model.dtype=bfloat16", "rollout.temperature=2.5", "sync.check_tolerance=1.0"),
-        steps=12,
-    ),
     "mismatch_by_routing": Sickness(
         "Experts are replayed that routers chose up to three steps of eight updates ago, at a high rate.",
         "routing_mismatch",

@@ -11,7 +11,7 @@ from grpo_mp.platform.attention import Attention
 
 def attention(**changes) -> Attention:
     fields = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "attention_dropout": 0.0} | changes
-    return Attention(TransformerConfig(**fields), 1, AttnMaskType.causal, "self")
+    return Attention(TransformerConfig(**fields), attn_mask_type=AttnMaskType.causal, attention_type="self")
 
 
 def test_batch_equals_each_row():

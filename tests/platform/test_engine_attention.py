@@ -12,14 +12,14 @@ SLOTS = 400
 
 def attention_per_sequence(
     query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    cache: tuple[torch.Tensor, torch.Tensor],
     slots: torch.Tensor,
     lengths: list[int],
     new_tokens: list[int],
     scale: float,
 ) -> torch.Tensor:
     """Return torch's attention in float64, one sequence at a time."""
+    keys, values = cache
     outputs = []
     for new_query, row, length, new in zip(query.split(new_tokens), slots, lengths, new_tokens, strict=True):
         k, v = keys[row[:length]].double(), values[row[:length]].double()
@@ -60,7 +60,7 @@ def test_equals_attention_per_sequence(
     if latent:
         values = keys[..., :value_size]
     slots = torch.stack([torch.randperm(SLOTS)[:64] for _ in lengths])
-    arguments = (query, keys, values, slots, lengths, new_tokens, 0.3)
+    arguments = (query, (keys, values), slots, lengths, new_tokens, 0.3)
     torch.testing.assert_close(paged_attention(*arguments), attention_per_sequence(*arguments), atol=2e-6, rtol=1e-5)
 
 
@@ -69,7 +69,7 @@ def test_bfloat16_cache() -> None:
     query = torch.randn(3, 4, 8, dtype=torch.bfloat16)
     keys, values = (torch.randn(SLOTS, 2, 8, dtype=torch.bfloat16) for _ in range(2))
     slots = torch.stack([torch.randperm(SLOTS)[:64] for _ in range(3)])
-    arguments = (query, keys, values, slots, [64, 3, 20], [1, 1, 1], 0.3)
+    arguments = (query, (keys, values), slots, [64, 3, 20], [1, 1, 1], 0.3)
     output = paged_attention(*arguments)
     assert output.dtype is torch.bfloat16
     torch.testing.assert_close(output, attention_per_sequence(*arguments), atol=2e-2, rtol=2e-2)

@@ -1,6 +1,5 @@
 """The import hook: what it rewrites, and when it does nothing; memory and allocator settings."""
 
-import marshal
 import subprocess
 import sys
 import types
@@ -9,8 +8,8 @@ import pytest
 import torch
 
 from grpo_mp import platform
-from grpo_mp.platform import fake_cuda, prepare
-from grpo_mp.platform.import_hook import FAKE_CUDA, _Finder, cache_folder, cached_code, compile_on_cpu
+from grpo_mp.platform import fake_cuda, import_hook, prepare
+from grpo_mp.platform.import_hook import FAKE_CUDA, _Finder, compile_on_cpu
 
 SOURCE = b"""
 import torch
@@ -41,15 +40,15 @@ def test_cuda_calls_become_cpu_calls():
     assert scope["kind"] == "torch.FloatTensor"
 
 
-def test_code_is_cached_and_a_truncated_file_replaced(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert run(cached_code(b"a = 'cuda'", "m.py"))["a"] == "cpu"
-    (file,) = cache_folder().iterdir()
-    file.write_bytes(marshal.dumps(compile("a = 'kept'", "m.py", "exec")))
-    assert run(cached_code(b"a = 'cuda'", "m.py"))["a"] == "kept"
-    file.write_bytes(file.read_bytes()[:10])
-    assert run(cached_code(b"a = 'cuda'", "m.py"))["a"] == "cpu"
-    assert run(cached_code(b"a = 'other'", "m.py"))["a"] == "other"
+def test_code_is_cached_in_the_users_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    (tmp_path / "m.py").write_text("a = 'cuda'")
+    loader = import_hook._Loader("m", str(tmp_path / "m.py"), None)
+    assert run(loader.get_code("m"))["a"] == "cpu"
+    assert [*tmp_path.rglob("*.pyc")] == [*import_hook.cache_folder().rglob("*.pyc")] != []
+    monkeypatch.setattr(import_hook, "compile_on_cpu", None)
+    assert run(loader.get_code("m"))["a"] == "cpu"
 
 
 @pytest.fixture

@@ -9,10 +9,12 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
+from grpo_mp.config.sections import TrainingConfig
 from grpo_mp.models.families import family_of
 from grpo_mp.planner.model_configs import published_config
 from grpo_mp.platform import fused_fields
 from grpo_mp.policy.megatron_args import ARCHITECTURE, check_overrides
+from grpo_mp.policy.megatron_config import check_fp8
 from grpo_mp.utils.errors import UserError
 
 
@@ -36,6 +38,12 @@ def test_less_than_float32_needs_an_optimizer_that_knows_it(name: str) -> None:
 def test_values_of_other_types_are_refused(name: str, value: Any, sentence: str) -> None:
     with pytest.raises(UserError, match=rf"^training\.megatron_args\.{name}={sentence}"):
         check_overrides({name: value})
+
+
+def test_fp8_training_is_refused_without_a_gpu() -> None:
+    with pytest.raises(UserError, match=r"^training\.fp8_format=e4m3 needs a GPU and model\.dtype=bfloat16"):
+        check_fp8(TrainingConfig(fp8_format="e4m3"), "bfloat16")
+    check_fp8(TrainingConfig(), "float32")
 
 
 def test_the_models_own_fields_are_refused() -> None:

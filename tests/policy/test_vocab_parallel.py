@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from grpo_mp.policy.vocab_parallel import VocabularyShard, token_logprobs
+from grpo_mp.policy.vocab_parallel import Head, VocabularyShard, token_logprobs
 from grpo_mp.utils.types import LEAST_LOGPROB
 
 # Bounds of float32 rounding (Higham, Accuracy and Stability of Numerical Algorithms, 2002, ch. 2-4): an operation has
@@ -44,8 +44,8 @@ def chunked(
     case: Case, vocabulary: int, temperature: float, chunk: int, others: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     hidden, weight = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
-    shard = VocabularyShard(0, vocabulary, None)
-    out = token_logprobs(hidden, weight, case.targets, shard, temperature, chunk, others)
+    shard = VocabularyShard(Head(temperature, chunk, vocabulary))
+    out = token_logprobs(hidden, weight, case.targets, shard, others)
     return (out.detach(), *torch.autograd.grad(out, (hidden, weight), case.cotangent))
 
 
@@ -139,8 +139,8 @@ def test_a_float32_head_does_not_round_logits() -> None:
     exact = reference(case, 256, 1.0)[0][0]
 
     def error(fp32_head: bool) -> float:
-        shard = VocabularyShard(0, 256, None)
-        out = token_logprobs(case.hidden, case.weight, case.targets, shard, 1.0, 16, fp32_head=fp32_head)
+        shard = VocabularyShard(Head(1.0, 16, 256, fp32_head))
+        out = token_logprobs(case.hidden, case.weight, case.targets, shard)
         return float((out[0] - exact).abs().mean())
 
     assert error(fp32_head=False) > 0.01
