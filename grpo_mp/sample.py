@@ -73,7 +73,7 @@ class SamplingJob(EngineJob):
 
     def prompts(self, inputs: RunInputs) -> Sequence[Prompt]:
         most = self.settings.sample.max_prompts
-        return list(islice(inputs.train.prompts, most)) if most else inputs.train.prompts
+        return list(islice(inputs.train, most)) if most else inputs.train
 
     def identity(self, inputs: RunInputs) -> dict[str, Any]:
         """Return name -> value of all inputs that determine the answers: settings, weights, prompts and user code."""

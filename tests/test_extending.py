@@ -21,7 +21,7 @@ from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.batching.group_selection import PromptCurriculum
 from grpo_mp.batching.packing import gather_responses
 from grpo_mp.config import Settings, check_settings
-from grpo_mp.data.prompts import load_train_prompts
+from grpo_mp.data.prompts import PromptReader, load_train_prompts
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.monitor.loggers import open_loggers, write_metrics
 from grpo_mp.monitor.run_folder import read_metrics
@@ -153,7 +153,7 @@ def test_curriculum(use: Use) -> None:
 def test_data_source(use: Use) -> None:
     settings, _ = use("Data source")
     tokenizer = make_tokenizer(["How", "much", "is"])
-    prompts = load_train_prompts(settings.data, tokenizer, max_prompt_tokens=64)
+    prompts = load_train_prompts(PromptReader(settings.data, tokenizer, 64))
     assert [(prompt.text, prompt.answer) for prompt in prompts] == [
         (f"How much is {n} + {n}?", str(n + n)) for n in range(100)
     ]

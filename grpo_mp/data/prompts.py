@@ -9,21 +9,25 @@ from numbers import Rational, Real
 from statistics import fmean
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.config.data_sections import DataConfig, TrainSetConfig
-from grpo_mp.data.cursor import Mixture, mix_sets
 from grpo_mp.data.messages import read_messages
-from grpo_mp.data.rows import Row, Rows, read_rows
-from grpo_mp.data.set_checks import joined_digest, left_out, row_bytes
+from grpo_mp.data.rows import Row, read_rows
+from grpo_mp.data.sets import (
+    DataSet,
+    Limit,
+    Measured,
+    Part,
+    column_of,
+    join_parts,
+    read_part,
+)
 from grpo_mp.data.template import check_template, conversation_text, render_template
 from grpo_mp.rewards.math import boxed_answer
 from grpo_mp.rewards.settings import DATA_SET
 from grpo_mp.utils.errors import UserError, one_line
-from grpo_mp.utils.reading import did_you_mean_column, has_column, read_column, shorten
+from grpo_mp.utils.reading import shorten
 from grpo_mp.utils.types import Prompt
 
 PassRates = dict[str, float]  # by the prompt's text
@@ -59,14 +63,10 @@ def within_pass_rates(texts: Iterable[str], file: str, train_set: TrainSetConfig
 
 
 BOXES = re.compile(r"\}[\s$]*(?:,|,?\s*(?:\\text\{\s*)?\b(?:and|or)\b\s*\}?)[\s$]*\\boxed\b")
-ROWS_AT_ONCE = 1024  # rows in one call of the tokenizer
+PromptSet = DataSet[Prompt]
 Messages = list[dict[str, Any]]
 Schemas = Sequence[dict[str, Any]]  # JSON schemas of tools, for the chat template
 CheckColumns = Callable[[Mapping[str, Any], str], None]  # (columns of a row, its location); raises UserError
-
-
-def no_check(columns: Mapping[str, Any], location: str) -> None:
-    """Accept the columns of any row."""
 
 
 @dataclass(frozen=True)
@@ -75,15 +75,16 @@ class PromptReader:
 
     data: DataConfig  # columns and system prompt
     tokenizer: PreTrainedTokenizerBase
+    max_tokens: int
     tools: Schemas = ()
+    check_columns: CheckColumns = lambda columns, location: None  # checks the columns that rewards need
     columns: Mapping[str, Any] = field(default_factory=dict)  # added to those of the row
-    check_columns: CheckColumns = no_check  # checks the columns that rewards need
 
     def messages(self, row: Row) -> Messages:
         """Return the messages of a row; a plain text becomes one user message."""
         column = self.data.prompt_column
         location = f"{row.location}: column {column}"
-        chat = read_messages(_read_column(row, column, "data.prompt_column"), location, "user")
+        chat = read_messages(column_of(row, column, "set data.prompt_column to one of them"), location, "user")
         if not chat[-1]["content"].strip():
             raise UserError(f"{location}: the prompt is empty")
         if chat[-1]["role"] not in ("user", "tool"):
@@ -94,7 +95,7 @@ class PromptReader:
         column = self.data.answer_column
         if column is None:
             return None
-        value = _read_column(row, column, "data.answer_column")
+        value = column_of(row, column, "set data.answer_column to one of them or to null")
         text = _number_text(value) if isinstance(value, Real | Decimal) else value
         answer = final_answer(text) if isinstance(text, str) else ""
         if not answer:
@@ -102,233 +103,84 @@ class PromptReader:
             raise UserError(f"{row.location}: column {column}: expected an answer as text or number, found {found}")
         return answer
 
-    def with_system(self, messages: Messages) -> Messages:
-        """Prepend the system prompt of the settings, unless the messages begin with a system message."""
-        if self.data.system_prompt and messages[0]["role"] != "system":
-            return [{"role": "system", "content": self.data.system_prompt}, *messages]
-        return messages
-
-    def render(self, row: Row, messages: Messages) -> str:
-        """Render the messages of a row with the chat template."""
-        chat = self.with_system(messages)
-        tools = self.tools
-        variables = self.data.chat_template_kwargs
-        try:
-            return render_template(chat, self.tokenizer, tools, variables=variables)
-        except Exception as error:  # a template is a program
-            raise UserError(
-                f"{row.location}: the tokenizer's chat template refuses the prompt: {one_line(error) or repr(error)}"
-            ) from error
-
-    def tokenize(self, texts: list[str]) -> list[list[int]]:
-        # The template has written the special tokens; the tokenizer would write a second BOS token.
-        return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+    def measure(self, rows: Sequence[Row]) -> Iterator[Measured]:
+        """Check rows, and measure their prompts."""
+        texts = list[str]()
+        for row in rows:
+            texts.append(self._render(row, self._with_system(self.messages(row))))
+            self.answer(row)
+            self.check_columns({**row.columns, **self.columns}, row.location)
+        for row, text, tokens in zip(rows, texts, self._tokenize(texts), strict=True):
+            yield Measured(len(tokens), len(tokens), (text, row.columns))
 
     def read(self, row: Row, index: int) -> Prompt:
         """Return the prompt of a row. `index`: its index in the prompt set."""
         messages = self.messages(row)
-        (tokens,) = self.tokenize([self.render(row, messages)])
+        asked = self._with_system(messages)
+        (tokens,) = self._tokenize([self._render(row, asked)])
         return Prompt(
             index,
             conversation_text(messages),
             tokens=tuple(tokens),
             answer=self.answer(row),
             columns={**row.columns, **self.columns},
-            messages=tuple(self.with_system(messages)),
+            messages=tuple(asked),
             column=self.data.prompt_column,
         )
 
+    def read_part(self, path: str, count: int | None = None) -> Part[Prompt]:
+        """Read and check the rows of a source, or the first `count`."""
+        check_template(self.tokenizer)
+        limit = Limit("rollout.max_prompt_tokens", self.max_tokens, "prompts")
+        return read_part(read_rows(path, self.data.source), self.measure, self.read, limit, count)
 
-@dataclass(frozen=True, eq=False)
-class RowPrompts:
-    """Prompts of one file or source, read on access; memory holds only the numbers of their rows."""
+    def _with_system(self, messages: Messages) -> Messages:
+        if self.data.system_prompt and messages[0]["role"] != "system":
+            return [{"role": "system", "content": self.data.system_prompt}, *messages]
+        return messages
 
-    rows: Rows
-    numbers: npt.NDArray[np.int64]
-    reader: PromptReader
-    too_long: int  # number of rows that were left out
-    content: bytes  # digest of all rows
+    def _render(self, row: Row, messages: Messages) -> str:
+        try:
+            return render_template(messages, self.tokenizer, self.tools, variables=self.data.chat_template_kwargs)
+        except Exception as error:  # a template is a program
+            raise UserError(
+                f"{row.location}: the tokenizer's chat template refuses the prompt: {one_line(error) or repr(error)}"
+            ) from error
 
-    @property
-    def digest(self) -> str:
-        return joined_digest((self.content, np.ascontiguousarray(self.numbers, dtype="<i8").tobytes()))
-
-    def texts(self) -> Iterator[str]:
-        return (conversation_text(self.reader.messages(self.rows[int(number)])) for number in self.numbers)
-
-    def warnings(self, setting: str, max_prompt_tokens: int, outcome: str) -> Iterator[str]:
-        count, limit = self.too_long + len(self.numbers), f"rollout.max_prompt_tokens={max_prompt_tokens}"
-        yield from left_out(setting, self.too_long, rows=count, unit="prompts", limit=limit, outcome=outcome)
-
-
-@dataclass(frozen=True, eq=False)
-class StoredPrompts(Sequence[Prompt]):
-    """Prompts of several sources, one after the other."""
-
-    parts: tuple[RowPrompts, ...]
-
-    def __len__(self) -> int:
-        return sum(len(part.numbers) for part in self.parts)
-
-    def __getitem__(self, index: Any) -> Any:
-        """Return one prompt, or the list of prompts of a slice."""
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        place = index
-        for part in self.parts:
-            if place < len(part.numbers):
-                return part.reader.read(part.rows[int(part.numbers[place])], index)
-            place -= len(part.numbers)
-        raise IndexError(index)
+    def _tokenize(self, texts: list[str]) -> list[list[int]]:
+        # The template has written the special tokens; the tokenizer would write a second BOS token.
+        return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 
-@dataclass(frozen=True)
-class PromptSet:
-    """Prompts within the token limit, in the order of their rows; `prompts[i].index == i`."""
-
-    source: str
-    prompts: Sequence[Prompt]
-    num_too_long: int  # rows whose prompt has more tokens than the limit
-    mixture: Mixture = ()  # share of each set in an epoch
-    num_filtered: int = 0  # prompts that were left out by their pass rate
-    digest: str = ""  # of the content of its rows; "" if no rows were read
-    warnings: tuple[str, ...] = ()  # shown at every start
-
-    @property
-    def epoch_size(self) -> int:
-        return sum(share.count for share in self.mixture) or len(self)
-
-    def first_rendered(self) -> str:
-        """Render the first prompt with the chat template; "" if no rows were read."""
-        for part in self._parts:
-            row = part.rows[int(part.numbers[0])]
-            return part.reader.render(row, part.reader.messages(row))
-        return ""
-
-    @property
-    def _parts(self) -> tuple[RowPrompts, ...]:
-        return self.prompts.parts if isinstance(self.prompts, StoredPrompts) else ()
-
-    def __len__(self) -> int:
-        return len(self.prompts)
-
-    def __getitem__(self, index: int) -> Prompt:
-        return self.prompts[index]
-
-    def __iter__(self) -> Iterator[Prompt]:
-        return iter(self.prompts)
-
-
-def load_train_prompts(
-    data: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    max_prompt_tokens: int,
-    tools: Schemas = (),
-    check_columns: CheckColumns = no_check,
-) -> PromptSet:
+def load_train_prompts(reader: PromptReader) -> PromptSet:
     """Read and check the data sets of `data.train`.
 
     With several data sets, or if a set has weights of its own, the column `data_set` of its prompts holds the set's
     name.
     """
-    parts = list[RowPrompts]()
-    num_filtered = 0
-    warnings = list[str]()
-    for name, train_set in data.train.items():
-        is_named = len(data.train) > 1 or train_set.reward is not None
-        own_columns = {DATA_SET: name} if is_named else {}
-        reader = PromptReader(
-            data.of_set(train_set), tokenizer, tools=tools, columns=own_columns, check_columns=check_columns
-        )
-        part = check_rows(train_set.path, reader, max_prompt_tokens)
-        setting = "data.train" if name == "train" else f"data.train.{name}"
-        warnings += part.warnings(setting, max_prompt_tokens, "left out")
-        if file := train_set.pass_rates:
-            kept = part.numbers[within_pass_rates(part.texts(), file, train_set)]
-            num_filtered += len(part.numbers) - len(kept)
-            part = replace(part, numbers=kept)
-        parts.append(part)
-    sizes = [len(part.numbers) for part in parts]
-    weights = [train_set.weight for train_set in data.train.values()]
-    return PromptSet(
-        ", ".join(part.rows.name for part in parts),
-        StoredPrompts(tuple(parts)),
-        num_too_long=sum(part.too_long for part in parts),
-        mixture=mix_sets(sizes, weights) if len(sizes) > 1 else (),
-        num_filtered=num_filtered,
-        digest=joined_digest(part.digest for part in parts),
-        warnings=tuple(warnings),
-    )
+    parts, too_easy_or_hard = dict[str, Part[Prompt]](), 0
+    sets = reader.data.train
+    for name, own in sets.items():
+        columns = {DATA_SET: name} if len(sets) > 1 or own.reward is not None else {}
+        own_reader = replace(reader, data=reader.data.of_set(own), columns=columns)
+        part = own_reader.read_part(own.path)
+        if own.pass_rates:
+            texts = (conversation_text(own_reader.messages(part.rows[int(number)])) for number in part.numbers)
+            kept = within_pass_rates(texts, own.pass_rates, own)
+            too_easy_or_hard += kept.count(False)
+            part = replace(part, numbers=part.numbers[kept], sizes=part.sizes[kept])
+        parts[name] = part
+    joined = join_parts(parts, "data.train", "left out", [own.weight for own in sets.values()])
+    return replace(joined, filtered=too_easy_or_hard)
 
 
-def load_eval_prompts(
-    data: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    max_prompt_tokens: int,
-    tools: Schemas = (),
-    check_columns: CheckColumns = no_check,
-) -> dict[str, PromptSet]:
+def load_eval_prompts(reader: PromptReader) -> dict[str, PromptSet]:
     """Read and check the data sets of `data.eval`; each keeps its first `max_prompts` rows."""
-    return {
-        name: load_prompts(
-            own.path,
-            data.of_set(own),
-            tokenizer=tokenizer,
-            max_prompt_tokens=max_prompt_tokens,
-            count=own.max_prompts,
-            tools=tools,
-            check_columns=check_columns,
-            eval_set=f"data.eval.{name}",
-        )
-        for name, own in data.eval.items()
-    }
-
-
-def load_prompts(
-    source: str,
-    data: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    max_prompt_tokens: int,
-    count: int | None = None,
-    tools: Schemas = (),
-    check_columns: CheckColumns = no_check,
-    eval_set: str = "data.eval",
-) -> PromptSet:
-    """Read and check every row of `source`, a set to evaluate on; `count` keeps only the first rows.
-
-    `tools`: JSON schemas for the template; `eval_set`: setting of the set, for warnings. Prompts longer than
-    `max_prompt_tokens` are counted and left out, never cut.
-    """
-    reader = PromptReader(data, tokenizer, tools, check_columns=check_columns)
-    part = check_rows(source, reader, max_prompt_tokens, count)
-    warnings = tuple(part.warnings(eval_set, max_prompt_tokens, "count as wrong"))
-    return PromptSet(source, StoredPrompts((part,)), part.too_long, digest=part.digest, warnings=warnings)
-
-
-def check_rows(source: str, reader: PromptReader, max_prompt_tokens: int, count: int | None = None) -> RowPrompts:
-    """Read and check every row of `source`; of the first `count` prompts, keep those within the token limit."""
-    rows = read_rows(source, reader.data.source)
-    if not len(rows):
-        raise UserError(f"{source}: no rows: give a file with at least one prompt")
-    check_template(reader.tokenizer)
-    fits, content = np.zeros(len(rows), dtype=bool), xxhash.xxh3_128()
-    for start in range(0, len(rows), ROWS_AT_ONCE):
-        end, texts = min(start + ROWS_AT_ONCE, len(rows)), list[str]()
-        for row in (rows[number] for number in range(start, end)):
-            texts.append(reader.render(row, reader.messages(row)))
-            reader.answer(row)
-            reader.check_columns({**row.columns, **reader.columns}, row.location)
-            content.update(row_bytes(texts[-1], row.columns))
-        fits[start:end] = [len(tokens) <= max_prompt_tokens for tokens in reader.tokenize(texts)]
-    fits = fits[:count]
-    if not fits.any():
-        raise UserError(
-            f"{source}: all {len(fits)} prompts are longer than rollout.max_prompt_tokens={max_prompt_tokens}: "
-            "raise it or give shorter prompts"
-        )
-    return RowPrompts(
-        rows, np.flatnonzero(fits), reader=reader, too_long=len(fits) - int(fits.sum()), content=content.digest()
-    )
+    sets = {}
+    for name, own in reader.data.eval.items():
+        part = replace(reader, data=reader.data.of_set(own)).read_part(own.path, own.max_prompts)
+        sets[name] = join_parts({name: part}, "data.eval", "count as wrong")
+    return sets
 
 
 def final_answer(text: str) -> str:
@@ -349,14 +201,3 @@ def _number_text(value: Real | Decimal) -> str:
         return "" if isinstance(value, bool) else str(value)
     number = Decimal(str(value))
     return f"{number:f}" if number.is_finite() else ""
-
-
-def _read_column(row: Row, name: str, setting: str) -> Any:
-    if has_column(row.columns, name):
-        return read_column(row.columns, name)
-    known = shorten(", ".join(map(str, row.columns)), 300) or "none"
-    hint = " or to null" if setting == "data.answer_column" else ""
-    raise UserError(
-        f"{row.location}: no column {name}{did_you_mean_column(name, row.columns)}, the row has: {known}: "
-        f"set {setting} to one of them{hint}"
-    )

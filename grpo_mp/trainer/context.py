@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -232,7 +233,7 @@ def _make_sync(
         weight_sync=weight_sync,
         engines=runtime.rollout,
         phases=phases,
-        prompts=[prompt.tokens for prompt in inputs.train.prompts[:MAX_PROMPTS]],
+        prompts=[prompt.tokens for prompt in islice(inputs.train, MAX_PROMPTS)],
         longest=settings.rollout.max_prompt_tokens + settings.rollout.max_response_tokens,
         precision="fp8" if any(fp8) else settings.model.dtype,
         tolerance=settings.sync.check_tolerance,

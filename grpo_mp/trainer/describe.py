@@ -29,7 +29,8 @@ def describe_run(
         f"{limit} tokens",
     ]
     if not inputs.replay:
-        facts.append(f"first prompt, as the policy reads it: {inputs.train.first_rendered()!r}")
+        first = inputs.tokenizer.decode(list(inputs.train[0].tokens), clean_up_tokenization_spaces=False)
+        facts.append(f"first prompt, as the policy reads it: {first!r}")
     return _describe(settings, facts, inputs.warnings, every_setting)
 
 
@@ -53,10 +54,10 @@ def _describe_rollouts(settings: Settings, inputs: RunInputs, world_size: int, r
 
 
 def _describe_prompts(train: PromptSet) -> str:
-    filtered = f", {train.num_filtered} for their pass rate" if train.num_filtered else ""
+    filtered = f", {train.filtered} for their pass rate" if train.filtered else ""
     counts = " + ".join(str(share.count) for share in train.mixture)
     mixed = f", of which an epoch has {counts}" if train.mixture else ""
-    return f"{len(train)} ({train.num_too_long} longer than the limit{filtered} left out){mixed}"
+    return f"{len(train)} ({train.too_long} longer than the limit{filtered} left out){mixed}"
 
 
 def describe_sft(
@@ -66,7 +67,8 @@ def describe_sft(
     sft = settings.sft
     train = inputs.train
     steps = settings.run.steps
-    lengths, learned = train.lengths, train.learned.sum() / train.lengths.sum()
+    lengths, num_learned = train.sizes.T
+    learned = num_learned.sum() / lengths.sum()
     evals = ", ".join(f"{len(held_out)} of {name}" for name, held_out in inputs.evals.items()) or "none"
     epochs = min(sft.epochs or math.inf, steps * sft.batch_size / train.epoch_size)  # the last step may be partial
     layout = describe_parallelism(settings.layout, world_size)

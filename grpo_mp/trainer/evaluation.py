@@ -66,7 +66,7 @@ class Evaluator:
             result.reward_stats[name] = stats
             for sentence in stats.first_errors.values():
                 self.progress.note(f"warning: {name}: {sentence}")
-            result.scores[name] = score_eval_set(infos, votes, prompts.num_too_long)
+            result.scores[name] = score_eval_set(infos, votes, prompts.too_long)
             result.metrics.update(eval_metrics(name, result.scores[name]))
             result.metrics.update(eval_reward_metrics(name, stats))
             chosen = evenly_spaced(sorted({info.group_id for info in infos}), self.samples_shown)
@@ -85,7 +85,7 @@ class Evaluator:
                 key = f"eval/{name}/{step}/{attempt}"
                 stream = GroupStream(self.job.store, key, rule, len(self.rollout.host_ranks))
                 stream.check_peers = check_peers
-                groups = self.rollout.evaluate(prompts.prompts, self.scorer, name, step, stream)
+                groups = self.rollout.evaluate(prompts, self.scorer, name, step, stream)
             any_left = any(all_gather(groups is not None, self.job.group))
             if not (any_left and self.rollout.owns_devices):
                 self.recovery.run()

@@ -20,8 +20,7 @@ from grpo_mp.checkpoint.run_state import FINAL, check_run_folder, check_same_dat
 from grpo_mp.checkpoint.settings_changes import use_template_date
 from grpo_mp.config import Settings, SftSettings, dump_settings
 from grpo_mp.config.sections import EngineConfig, ModelConfig, RunConfig
-from grpo_mp.data.prompts import PromptSet, load_eval_prompts, load_train_prompts
-from grpo_mp.data.set_checks import smallest_set, too_few
+from grpo_mp.data.prompts import PromptReader, PromptSet, load_eval_prompts, load_train_prompts
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.distributed.shards import tp_size
 from grpo_mp.models.families import family_of
@@ -148,7 +147,7 @@ def run_replay_preflight(folder: Path, settings: Settings, world_size: int) -> R
     replay = open_replay(folder, settings, hf, first=saved_step(settings.run.folder) + 1)
     # Samples are not scored again, so files that `reward` names may be missing.
     scorer = Scorer(RewardConfig(answer=1.0), settings.rollout.max_response_tokens)
-    train = PromptSet(str(folder), (), 0)
+    train = PromptSet(str(folder), ())
     return RunInputs(hf, tokenizer, train=train, evals={}, scorer=scorer, extensions=extensions, replay=replay)
 
 
@@ -238,10 +237,7 @@ def check_counts(settings: Settings, train: PromptSet) -> None:
     """Check that the train set has enough prompts for a step, and that the run is longer than a critic's warmup."""
     if problem := settings.warmup_problem:
         raise UserError(problem)
-    if train.epoch_size < settings.rollout.prompts_per_step:
-        takes = f"rollout.prompts_per_step={settings.rollout.prompts_per_step}"
-        smallest = smallest_set("data.train", settings.data.train, train.mixture)
-        raise UserError(too_few(train.source, train.epoch_size, unit="prompts", takes=takes, smallest=smallest))
+    train.check_size("rollout.prompts_per_step", settings.rollout.prompts_per_step, "prompts", settings.data.train)
 
 
 def check_engine(engine: EngineConfig, hf: HfConfig, cpu: bool) -> None:
@@ -340,9 +336,10 @@ def _load_prompts(
     settings: Settings, tokenizer: PreTrainedTokenizerBase, episodes: EpisodeParts | None, with_train: bool = True
 ) -> tuple[PromptSet, dict[str, PromptSet]]:
     tools = episodes.tools.schemas if episodes else ()
-    how = settings.rollout.max_prompt_tokens, tools, partial(check_row_tests, settings.reward, settings.set_weights)
-    train = load_train_prompts(settings.data, tokenizer, *how) if with_train else None
-    evals = load_eval_prompts(settings.data, tokenizer, *how)
+    check = partial(check_row_tests, settings.reward, settings.set_weights)
+    reader = PromptReader(settings.data, tokenizer, settings.rollout.max_prompt_tokens, tools, check)
+    train = load_train_prompts(reader) if with_train else None
+    evals = load_eval_prompts(reader)
     return train or next(iter(evals.values())), evals
 
 

@@ -6,8 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.checkpoint.run_state import check_same_data
 from grpo_mp.config import SftSettings
-from grpo_mp.data.chat_data import ChatSet, load_held_out_chats, load_train_chats, stop_tokens
-from grpo_mp.data.set_checks import smallest_set, too_few
+from grpo_mp.data.chat_data import ChatReader, ChatSet, load_held_out_chats, load_train_chats, stop_tokens
 from grpo_mp.data.supervised import ChatEncoder
 from grpo_mp.models.hf_config import HfConfig, check_positions
 from grpo_mp.models.tokenizer import read_tokenizer
@@ -16,7 +15,6 @@ from grpo_mp.policy.parameter_bytes import policy_disk_need
 from grpo_mp.policy.policy import check_policy
 from grpo_mp.trainer.disk_check import check_disk
 from grpo_mp.trainer.preflight import check_export, check_place
-from grpo_mp.utils.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -42,13 +40,11 @@ def run_sft_preflight(settings: SftSettings, world_size: int) -> SftInputs:
     check_export(settings.run, settings.model)
     stops, variables = stop_tokens(settings.model.path, tokenizer), settings.data.chat_template_kwargs
     encoder = ChatEncoder(tokenizer, settings.sft.loss_on, stops, variables)
-    train = load_train_chats(settings.data, settings.sft, encoder)
+    reader = ChatReader(settings.data, settings.sft, encoder)
+    train = load_train_chats(reader)
     check_same_data(settings.run.folder, train.digest)
-    if train.epoch_size < settings.sft.batch_size:
-        smallest = smallest_set("data.train", settings.data.train, train.mixture)
-        takes = f"sft.batch_size={settings.sft.batch_size}"
-        raise UserError(too_few(train.source, train.epoch_size, unit="samples", takes=takes, smallest=smallest))
-    evals = load_held_out_chats(settings.data, settings.sft, encoder)
+    train.check_size("sft.batch_size", settings.sft.batch_size, "samples", settings.data.train)
+    evals = load_held_out_chats(reader)
     need = policy_disk_need(settings.with_steps(train.epoch_size), hf)
     of_data = (sentence for chats in (train, *evals.values()) for sentence in chats.warnings)
     warnings = (*of_data, *check_disk(settings.run.folder, need))

@@ -57,7 +57,7 @@ def pack_samples(data: ChatSet, indices: Sequence[int], max_tokens: int, policy:
 
     The loss is the mean over all loss tokens of the update.
     """
-    lengths, learned = data.lengths[list(indices)].tolist(), data.learned[list(indices)].tolist()
+    lengths, learned = data.sizes[list(indices)].T.tolist()
     parallel, hidden_size = policy.parallel, policy.config.hidden_size
     rule = PackingRule(
         *(parallel.layout, parallel.dp_size, max_tokens, hidden_size),

@@ -9,8 +9,8 @@ import pytest
 from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.config.sections import RolloutConfig
 from grpo_mp.config.sft_settings import ChatDataConfig, SftConfig
-from grpo_mp.data.chat_data import load_held_out_chats, load_train_chats
-from grpo_mp.data.prompts import load_eval_prompts, load_train_prompts
+from grpo_mp.data.chat_data import ChatReader, load_held_out_chats, load_train_chats
+from grpo_mp.data.prompts import PromptReader, load_eval_prompts, load_train_prompts
 from grpo_mp.data.supervised import ChatEncoder
 from grpo_mp.rollout.episodes import load_episode_parts
 from tools.tiny.models import make_tokenizer
@@ -45,11 +45,15 @@ def data(folder: Path, **settings: Any) -> DataConfig:
 @pytest.mark.parametrize("name", ["chat_template_kwargs", "apply_chat_template_kwargs"])
 def test_they_reach_train_and_eval_prompts(name: str, tmp_path: Path) -> None:
     own = data(tmp_path, **{name: OFF})
-    train, evals = load_train_prompts(own, TOKENIZER, 100), load_eval_prompts(own, TOKENIZER, 100)
-    plain = load_train_prompts(data(tmp_path), TOKENIZER, 100)
-    assert plain.first_rendered() == "<|user|>3+4<|im_end|><|assistant|>"
+    train, evals = (
+        load_train_prompts(PromptReader(own, TOKENIZER, 100)),
+        load_eval_prompts(PromptReader(own, TOKENIZER, 100)),
+    )
+    plain = load_train_prompts(PromptReader(data(tmp_path), TOKENIZER, 100))
+    text = TOKENIZER.decode(plain[0].tokens)
+    assert text == "<|user|>3+4<|im_end|><|assistant|>"
     for prompts in (train, evals["held"]):
-        assert prompts.first_rendered() == f"{plain.first_rendered()}[]" == TOKENIZER.decode(prompts[0].tokens)
+        assert TOKENIZER.decode(prompts[0].tokens) == f"{text}[]"
     assert train.digest != plain.digest
 
 
@@ -73,7 +77,8 @@ def test_they_reach_chats_to_learn_from(template: str, tmp_path: Path) -> None:
     source, sft = str(tmp_path / "chats.jsonl"), SftConfig(batch_size=1, max_tokens=64)
     config = ChatDataConfig(train=source, eval={"held": source}, chat_template_kwargs={"mark": "[]"})
     encoder = ChatEncoder(tokenizer, "assistant", frozenset([tokenizer.eos_token_id]), config.chat_template_kwargs)
-    for chats in (load_train_chats(config, sft, encoder), load_held_out_chats(config, sft, encoder)["held"]):
+    reader = ChatReader(config, sft, encoder)
+    for chats in (load_train_chats(reader), load_held_out_chats(reader)["held"]):
         sample = chats[0]
         assert tokenizer.decode(sample.prompt_tokens) == "<|user|>[]3+4<|im_end|><|assistant|>[]"
         assert tokenizer.decode(sample.tokens) == "7<|im_end|>"

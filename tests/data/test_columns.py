@@ -12,7 +12,7 @@ from pyarrow import parquet
 from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.config.sft_settings import ChatDataConfig
 from grpo_mp.data.chat_data import read_chat
-from grpo_mp.data.prompts import PromptSet, load_prompts
+from grpo_mp.data.prompts import PromptReader, PromptSet, load_train_prompts
 from grpo_mp.data.rows import Row
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.reading import has_column, read_column
@@ -67,7 +67,7 @@ def verl_file(folder: Path) -> str:
 
 
 def load(source: str, **columns: Any) -> PromptSet:
-    return load_prompts(source, DataConfig(train=source, **columns), TOKENIZER, 100)
+    return load_train_prompts(PromptReader(DataConfig(train=source, **columns), TOKENIZER, 100))
 
 
 def test_a_parquet_file_of_verl_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

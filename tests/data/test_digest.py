@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from grpo_mp.config.data_sections import DataConfig
-from grpo_mp.data.prompts import load_train_prompts
+from grpo_mp.data.prompts import PromptReader, load_train_prompts
 from tests.data.test_prompts import TOKENIZER
 
 ROWS = [{"question": f"{i}+1?", "answer": str(i + 1), "level": i} for i in range(6)]
@@ -23,7 +23,7 @@ def digest(folder: Path, *sets: list[dict[str, Any]], **settings: Any) -> str:
         train[f"set{number}"] = {"path": str(file)}
     limit = settings.pop("limit", 100)
     data = DataConfig(train=train, prompt_column="question", answer_column="answer", **settings)
-    return load_train_prompts(data, TOKENIZER, limit).digest
+    return load_train_prompts(PromptReader(data, TOKENIZER, limit)).digest
 
 
 CHANGES = {
@@ -53,4 +53,4 @@ def test_the_same_rows_have_the_same_wherever_they_are_read(tmp_path: Path) -> N
     pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
     train = {"set0": {"path": str(tmp_path / "rows.parquet")}}
     data = DataConfig(train=train, prompt_column="question", answer_column="answer")
-    assert load_train_prompts(data, TOKENIZER, 100).digest == digest(tmp_path, ROWS)
+    assert load_train_prompts(PromptReader(data, TOKENIZER, 100)).digest == digest(tmp_path, ROWS)

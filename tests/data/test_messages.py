@@ -10,7 +10,7 @@ from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.config.sft_settings import ChatDataConfig
 from grpo_mp.data.chat_data import read_chat
 from grpo_mp.data.messages import read_message
-from grpo_mp.data.prompts import load_prompts
+from grpo_mp.data.prompts import PromptReader, load_train_prompts
 from grpo_mp.data.rows import Row
 from grpo_mp.data.supervised import ChatEncoder
 from grpo_mp.utils.errors import UserError
@@ -34,8 +34,8 @@ def conversation(content: Any, arguments: Any) -> list[dict[str, Any]]:
 
 def load(folder: Path, chat: Any, tokenizer: Any) -> Any:
     (folder / "rows.jsonl").write_text(json.dumps({"prompt": chat}))
-    data = DataConfig(train="x", prompt_column="prompt", answer_column=None)
-    (prompt,) = load_prompts(str(folder / "rows.jsonl"), data, tokenizer, 5000)
+    data = DataConfig(train=str(folder / "rows.jsonl"), prompt_column="prompt", answer_column=None)
+    (prompt,) = load_train_prompts(PromptReader(data, tokenizer, 5000))
     return prompt
 
 

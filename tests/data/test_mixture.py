@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.data.cursor import Cursor, PromptQueue, mix_sets, take
-from grpo_mp.data.prompts import PromptSet, load_eval_prompts, load_train_prompts
+from grpo_mp.data.prompts import PromptReader, PromptSet, load_eval_prompts, load_train_prompts
 from grpo_mp.rewards.base import call_arguments
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import Sample, SampleGroup
@@ -82,7 +82,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
 
 
 def load(train: Any, **data: Any) -> PromptSet:
-    return load_train_prompts(DataConfig(train=train, **data), TOKENIZER, 100)
+    return load_train_prompts(PromptReader(DataConfig(train=train, **data), TOKENIZER, 100))
 
 
 def test_sets_have_their_own_columns_and_system_prompts(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_prompts_outside_of_the_pass_rates_are_left_out(tmp_path: Path) -> None:
     chosen = {"path": source, "pass_rates": samples, "min_pass_rate": 0.1, "max_pass_rate": 0.9}
     prompts = load({"train": chosen})
     assert [(prompt.index, prompt.text) for prompt in prompts] == [(0, "many"), (1, "3")]
-    assert prompts.num_filtered == 2
+    assert prompts.filtered == 2
     rates = write(tmp_path / "rates.jsonl", [{"prompt": "How", "pass_rate": 0.05}])
     assert [prompt.text for prompt in load({"train": chosen | {"pass_rates": rates}})] == ["many", "apples", "3"]
 
@@ -136,7 +136,7 @@ def test_eval_sets_have_their_own_columns_and_system_prompts(tmp_path: Path) -> 
         eval={"same": first, "own": own | {"system_prompt": "apples"}, "none": own | {"system_prompt": ""}},
         system_prompt="How many",
     )
-    sets = load_eval_prompts(data, TOKENIZER, 100)
+    sets = load_eval_prompts(PromptReader(data, TOKENIZER, 100))
     found = {name: (one[0].text, one[0].answer, [m["content"] for m in one[0].messages]) for name, one in sets.items()}
     assert found == {
         "same": ("How", "1", ["How many", "How"]),

@@ -1,5 +1,6 @@
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from grpo_mp.config.data_sections import DataConfig
-from grpo_mp.data.prompts import PromptSet, final_answer, load_prompts
+from grpo_mp.data.prompts import PromptReader, PromptSet, final_answer, load_train_prompts
 from grpo_mp.rewards.answer_reading import Number, read_answer
 from grpo_mp.utils.errors import UserError
 from tools.tiny.models import make_tokenizer
@@ -29,7 +30,7 @@ def write(path: Path, rows: list[Any]) -> str:
 
 
 def load(source: str, limit: int = 100, **columns: Any) -> PromptSet:
-    return load_prompts(source, DataConfig(train=source, **columns), TOKENIZER, limit)
+    return load_train_prompts(PromptReader(DataConfig(train=source, **columns), TOKENIZER, limit))
 
 
 def sources(folder: Path) -> list[str]:
@@ -64,7 +65,6 @@ def test_messages_and_system_message(tmp_path: Path) -> None:
     assert texts[1] == texts[0].replace("yours", "mine")
     assert [prompt.text for prompt in prompts] == ["3+4", "system: mine\n\nuser: 3+4", "3+4"]
     assert prompts[0].answer is None
-    assert prompts.first_rendered() == texts[0]
 
 
 def test_tokens_are_those_of_the_tokenizer_s_own_chat_call(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_long_prompts_are_counted_and_left_out_never_cut(tmp_path: Path) -> None
     rows = [{"question": "1" * length, "answer": "#### 1"} for length in (5, 9, 6, 7)]
     source = write(tmp_path / "a.jsonl", rows)
     prompts = load(source, limit=6 + 3)
-    assert (len(prompts), prompts.num_too_long) == (2, 2)
+    assert (len(prompts), prompts.too_long) == (2, 2)
     assert [prompt.text for prompt in prompts] == ["11111", "111111"]
     assert [prompts[i].index for i in range(2)] == [0, 1]
     with pytest.raises(UserError, match=r"all 4 prompts are longer than rollout.max_prompt_tokens=7"):
@@ -87,13 +87,13 @@ def test_long_prompts_are_counted_and_left_out_never_cut(tmp_path: Path) -> None
 
 def test_count_keeps_the_first_rows_whether_they_fit_or_not(tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl", [{"question": "1" * length, "answer": "1"} for length in (5, 9, 6, 7, 9)])
-    found = []
+    reader, found = PromptReader(DataConfig(train=source), TOKENIZER, 6 + 3), []
     for count in (1, 2, 3, 5, 9):
-        prompts = load_prompts(source, DataConfig(train=source), TOKENIZER, 6 + 3, count=count)
-        found.append((len(prompts), prompts.num_too_long))
+        prompts = reader.read_part(source, count)
+        found.append((len(prompts), prompts.too_long))
     assert found == [(1, 0), (1, 1), (2, 1), (2, 3), (2, 3)]
     with pytest.raises(UserError, match="all 1 prompts are longer"):
-        load_prompts(source, DataConfig(train=source), TOKENIZER, 7, count=1)
+        replace(reader, max_tokens=7).read_part(source, 1)
 
 
 def test_a_prompt_is_known_by_all_of_its_messages(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_streams_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     def read(name: str, function: str) -> PromptSet:
         data = DataConfig(train=name, source=f"{tmp_path / 'streams.py'}:{function}")
-        return load_prompts(name, data, TOKENIZER, 100)
+        return load_train_prompts(PromptReader(data, TOKENIZER, 100))
 
     for name in ("generated", "streamed"):
         prompts = read(str(tmp_path / "rows.parquet"), name)

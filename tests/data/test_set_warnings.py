@@ -4,10 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.data.cursor import mix_sets
-from grpo_mp.data.prompts import load_eval_prompts, load_train_prompts
-from grpo_mp.data.set_checks import smallest_set, too_few
+from grpo_mp.data.prompts import PromptReader, load_eval_prompts, load_train_prompts
+from grpo_mp.data.sets import DataSet
+from grpo_mp.utils.errors import UserError
 from tools.tiny.models import make_tokenizer
 
 TOKENIZER = make_tokenizer(["How", "many", "apples"])
@@ -27,8 +30,8 @@ def said(
     config = DataConfig(
         train={"all": source, "other": other}, eval={"held": {"path": source, "max_prompts": max_prompts}}, **data
     )
-    evals = load_eval_prompts(config, TOKENIZER, limit)
-    return [*load_train_prompts(config, TOKENIZER, limit).warnings], [*evals["held"].warnings]
+    reader = PromptReader(config, TOKENIZER, limit)
+    return [*load_train_prompts(reader).warnings], [*load_eval_prompts(reader)["held"].warnings]
 
 
 def rows_of(*questions: str) -> list[dict[str, Any]]:
@@ -45,14 +48,17 @@ def test_prompts_that_are_too_long_are_said(tmp_path: Path) -> None:
 
 def test_the_set_that_limits_an_epoch_is_named() -> None:
     """Of sets of 40, 3 and 90 with equal weights, an epoch has 3 of each."""
-    mixture = mix_sets((40, 3, 90), (1, 1, 1))
-    smallest = smallest_set("data.train", ("big", "tiny", "other"), mixture)
-    assert too_few("a, b, c", 9, "prompts", "rollout.prompts_per_step=16", smallest) == (
-        "a, b, c: 9 prompts fit, a step takes rollout.prompts_per_step=16, limited by the 3 of data.train.tiny: give "
-        "that more rows or a lower weight"
-    )
-    weighted = mix_sets((40, 3, 90), (1, 0.05, 9))
-    assert smallest_set("data.train", ("big", "tiny", "other"), weighted) == "the 90 of data.train.other"
-    assert too_few("a", 1, "samples", "sft.batch_size=4", smallest_set("data.train", ("x",), ())) == (
-        "a: 1 samples fit, a step takes sft.batch_size=4"
-    )
+    items, names = range(133), ("big", "tiny", "other")
+    for weights, sentence in (
+        (
+            (1, 1, 1),
+            "a step takes rollout.prompts_per_step=200, limited by the 3 of data.train.tiny",
+        ),
+        ((1, 0.05, 9), "limited by the 90 of data.train.other: give that more rows or a lower weight"),
+    ):
+        mixed = DataSet[int]("a, b", [items], mixture=mix_sets((40, 3, 90), weights))
+        with pytest.raises(UserError, match=sentence):
+            mixed.check_size("rollout.prompts_per_step", 200, "prompts", names)
+    DataSet[int]("a", [items]).check_size("sft.batch_size", 133, "samples", ("x",))
+    with pytest.raises(UserError, match=r"a: 133 samples fit, a step takes sft.batch_size=134$"):
+        DataSet[int]("a", [items]).check_size("sft.batch_size", 134, "samples", ("x",))

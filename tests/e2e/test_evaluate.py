@@ -13,7 +13,7 @@ from grpo_mp.checkpoint.convert import to_megatron
 from grpo_mp.checkpoint.run_state import SETTINGS, checkpoint_folder
 from grpo_mp.config import dump_settings
 from grpo_mp.config.data_sections import DataConfig
-from grpo_mp.data.prompts import load_train_prompts
+from grpo_mp.data.prompts import PromptReader, load_train_prompts
 from grpo_mp.evaluate import read_command
 from grpo_mp.utils.parsers import evaluate_parser
 from tests.conftest import EVAL_PROMPTS, TinyRun
@@ -139,7 +139,7 @@ def test_samples_filter_what_is_trained_on(without_checkpoint: tuple[Path, str, 
     def kept(**rates: float) -> list[str]:
         files = {"path": str(tiny_run.config.parent / "eval.jsonl"), "pass_rates": str(folder / "samples.jsonl")}
         data = DataConfig.model_validate({"train": {"measured": files | rates}})
-        return [prompt.text for prompt in load_train_prompts(data, tokenizer, 64)]
+        return [prompt.text for prompt in load_train_prompts(PromptReader(data, tokenizer, 64))]
 
     assert len(kept(min_pass_rate=1.0)) == EVAL_PROMPTS
     assert kept(max_pass_rate=0.5) == [question]

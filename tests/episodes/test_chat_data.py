@@ -10,6 +10,7 @@ from datasets import Dataset
 
 from grpo_mp.config.sft_settings import ChatDataConfig, SftConfig
 from grpo_mp.data.chat_data import (
+    ChatReader,
     ChatSet,
     load_held_out_chats,
     load_train_chats,
@@ -34,7 +35,7 @@ def encoder() -> ChatEncoder:
 def load(path: Path, rows: Sequence[dict[str, Any]], data: dict[str, Any] | None = None, **sft: Any) -> ChatSet:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = ChatDataConfig(train=str(path), **(data or {}))
-    return load_train_chats(config, SftConfig(**{"batch_size": 1, "max_tokens": 64} | sft), encoder())
+    return load_train_chats(ChatReader(config, SftConfig(**{"batch_size": 1, "max_tokens": 64} | sft), encoder()))
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,7 @@ def load(path: Path, rows: Sequence[dict[str, Any]], data: dict[str, Any] | None
     [
         (
             {"message": []},
-            "no column messages (did you mean message?), and not both prompt and completion; the row has",
+            "no column messages (did you mean message?), the row has",
         ),
         ({"prompt": " ", "completion": "3"}, "column prompt: the prompt is empty"),
         ({"messages": []}, "column messages: expected a list of chat messages"),
@@ -71,7 +72,7 @@ def test_prompt_and_completion_may_be_texts_or_messages(tmp_path: Path) -> None:
     samples = load(tmp_path / "chats.jsonl", rows)
     first, *same = (samples[i] for i in range(3))
     assert all((one.prompt_tokens, one.tokens) == (first.prompt_tokens, first.tokens) for one in same)
-    assert samples.learned.tolist() == [2, 2, 2, 2, 4]  # a digit and the end of each answer
+    assert samples.sizes[:, 1].tolist() == [2, 2, 2, 2, 4]  # a digit and the end of each answer
     assert samples[4].generated.count(False) == samples[4].given_tokens == 7  # <|user|>1+2?<|im_end|><|assistant|>
     decoded = encoder().tokenizer.decode(list(samples[3].prompt_tokens))
     assert decoded == "<|user|>1+2?<|im_end|><|assistant|>3<|im_end|><|user|>1+2?<|im_end|><|assistant|>"
@@ -86,7 +87,7 @@ def test_a_held_out_set_has_its_own_system_prompt(tmp_path: Path) -> None:
         eval={"own": {"path": str(file), "system_prompt": "Sum"}, "other": str(file)},
         system_prompt="Add",
     )
-    sets = load_held_out_chats(data, SftConfig(batch_size=1, max_tokens=64), encoder())
+    sets = load_held_out_chats(ChatReader(data, SftConfig(batch_size=1, max_tokens=64), encoder()))
     assert [(len(chats), chats.too_long) for chats in sets.values()] == [(1, 1)] * 2
     assert sets["own"][0].prompt_tokens == expected.prompt_tokens != sets["other"][0].prompt_tokens
 
@@ -106,36 +107,21 @@ def test_what_becomes_of_samples_that_are_too_long(tmp_path: Path) -> None:
     long_answer, long_prompt = {"prompt": "1?", "completion": "5" * 20}, {"prompt": "1" * 20, "completion": "5"}
     rows, file = [CHAT, long_answer, long_prompt], tmp_path / "chats.jsonl"
     kept = load(file, rows, max_tokens=12)
-    assert (len(kept), kept.too_long, kept.location(0)) == (1, 2, f"{file}, line 1")
+    assert (len(kept), kept.too_long) == (1, 2)
     assert kept.warnings == ("data.train: 2 of 3 chats are longer than sft.max_tokens=12, and left out",)
     cut = load(file, rows, max_tokens=12, too_long="truncate")
-    assert (len(cut), cut.too_long, cut.lengths.tolist()) == (2, 1, [9, 12])
+    assert (len(cut), cut.too_long, cut.sizes[:, 0].tolist()) == (2, 1, [9, 12])
     with pytest.raises(UserError, match=r"line 2: 26 tokens, sft.max_tokens=12: raise it, or set sft.too_long=drop"):
         load(file, rows, max_tokens=12, too_long="refuse")
     with pytest.raises(UserError, match=r"all 3 chats are longer than sft.max_tokens=3: raise it"):
         load(file, rows, max_tokens=3)
 
 
-def test_a_row_that_changes_while_the_run_goes_on_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "chats.jsonl"
-    samples = load(file, [CHAT, CHAT])
-    text = file.read_text()
-    file.write_text(text.replace("1+2?", "2+1?"))
-    assert samples[0].total_tokens == samples.lengths[0]  # the denominator of the loss is as it was
-    for changed in (
-        text.replace('"content": "3"', '"content": "33"').replace("1+2?", "12?"),  # one more is learned
-        text.replace('"content": "1+2?"', '"content":"11+2?"'),
-    ):
-        file.write_text(changed)
-        with pytest.raises(UserError, match="line 1: the row has changed since the run started"):
-            samples[0]
-
-
 def test_a_mixture_has_its_sets_by_weight(tmp_path: Path) -> None:
     for name, count in (("a", 8), ("b", 4)):
         (tmp_path / f"{name}.jsonl").write_text((json.dumps(CHAT) + "\n") * count)
     train = {"a": {"path": str(tmp_path / "a.jsonl")}, "b": {"path": str(tmp_path / "b.jsonl"), "weight": 2}}
-    mixed = load_train_chats(ChatDataConfig(train=train), SftConfig(batch_size=1, max_tokens=64), encoder())
+    mixed = load_train_chats(ChatReader(ChatDataConfig(train=train), SftConfig(batch_size=1, max_tokens=64), encoder()))
     assert (len(mixed), mixed.epoch_size) == (12, 6)
     taken, _ = take(Cursor(), mixed.epoch_size, 6, shuffle=True, mixture=mixed.mixture)
     assert sorted(index >= 8 for index in taken) == [False] * 2 + [True] * 4

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from grpo_mp.config.sft_settings import ChatDataConfig, SftConfig
-from grpo_mp.data.chat_data import ChatReader, ChatSet, check_chats, stop_tokens
+from grpo_mp.data.chat_data import ChatReader, ChatSet, load_train_chats, stop_tokens
 from grpo_mp.data.supervised import ChatEncoder
 from tools.tiny.models import CHAT_TEMPLATE
 
@@ -52,5 +52,4 @@ def chat_set(model: Path, kind: str) -> ChatSet:
     tokenizer.chat_template = CHATS[kind][1]
     encoder = ChatEncoder(tokenizer, "assistant", stop_tokens(model, tokenizer))
     data = ChatDataConfig(train=kind, source="tests.parallel.chats:read")
-    part = check_chats(kind, ChatReader(data, SftConfig(batch_size=1, max_tokens=512), encoder))
-    return ChatSet(kind, (part,), 0)
+    return load_train_chats(ChatReader(data, SftConfig(batch_size=1, max_tokens=512), encoder))

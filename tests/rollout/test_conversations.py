@@ -20,7 +20,7 @@ from grpo_mp.batching.exchange import sample_infos
 from grpo_mp.batching.step_batch import with_kl_in_reward
 from grpo_mp.config import load_settings
 from grpo_mp.config.data_sections import DataConfig
-from grpo_mp.data.prompts import load_prompts
+from grpo_mp.data.prompts import PromptReader, load_train_prompts
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.rewards.scorer import RewardStats, Scorer
 from grpo_mp.rewards.settings import RewardConfig
@@ -77,8 +77,8 @@ def test_a_row_of_parquet_has_nulls_and_its_conversation_goes_on(tmp_path: Path)
     parquet.write_table(pa.Table.from_pylist([{"chat": [ask("?")]}, {"chat": asked}]), tmp_path / "rows.parquet")
     assert parquet.read_table(tmp_path / "rows.parquet")["chat"].to_pylist()[0][0]["tool_calls"] is None
     client = text_client("one", "two")
-    data = DataConfig(train="x", prompt_column="chat", answer_column=None)
-    prompts = load_prompts(str(tmp_path / "rows.parquet"), data, client.tokenizer, 2000)
+    data = DataConfig(train=str(tmp_path / "rows.parquet"), prompt_column="chat", answer_column=None)
+    prompts = load_train_prompts(PromptReader(data, client.tokenizer, 2000))
     del call["function"]["arguments"]["b"]  # type: ignore[index]
     assert [[*prompt.messages] for prompt in prompts] == [[ask("?")], asked]
     for prompt in prompts:

@@ -179,7 +179,7 @@ def run(settings: Settings, job: Job, parallel: Parallel | None, steps: int, num
     routing = model_shape(HfConfig.read(settings.model.path)) if settings.training.router_replay == "R3" else None
     engines: Any = Engines(job, delays, routing)
     phases, scorer = SimpleNamespace(phase=lambda *_: nullcontext()), Scorer()
-    prompts = PromptSet("test", tuple(Prompt(i, str(i), (4 + i % 40, 4 + i // 40)) for i in range(PROMPTS)), 0)
+    prompts = PromptSet("test", [tuple(Prompt(i, str(i), (4 + i % 40, 4 + i // 40)) for i in range(PROMPTS))])
     stored = replace(job, store=dist.PrefixStore(f"run/{number}", job.store))
     recovery: Any = SimpleNamespace(run=lambda **_: False, begin_step=lambda: None, end_generation=lambda: None)
     collector = RolloutCollector(settings, prompts, engines, scorer, stored, phases, passes, recovery)  # type: ignore[arg-type]

@@ -157,7 +157,7 @@ def collector(
     config = RolloutConfig.model_validate(
         {"prompts_per_step": 8, "group_size": GROUP, "max_prompt_tokens": 1, "max_response_tokens": LONGEST} | rollout
     )
-    prompts = PromptSet("test", tuple(Prompt(i, str(i), (i,)) for i in range(PROMPTS)), 0)
+    prompts = PromptSet("test", [tuple(Prompt(i, str(i), (i,)) for i in range(PROMPTS))])
     phases: Any = SimpleNamespace(phase=lambda *_: nullcontext())
     rates = {"window": 1, "max_rate": 0.99} if skips_solved else {}
     algorithm = AlgorithmConfig.model_validate({"filter": filter_, "curriculum": rates})

@@ -89,7 +89,7 @@ def train(
     sizes = {"prompts_per_step": NEEDED, "group_size": GROUP, "max_response_tokens": LONGEST}
     more = {"virtual_time": True, "max_staleness": staleness, **sizes}
     stub = collector(SimpleNamespace(group=group), engines, SLOTS, filter_, schedule, STEPS, folder, **more)
-    prompts = PromptSet("test", tuple(Prompt(i, str(i), (i,)) for i in range(PROMPTS)), 0)
+    prompts = PromptSet("test", [tuple(Prompt(i, str(i), (i,)) for i in range(PROMPTS))])
     collect: Any = replace(stub, prompts=prompts, group_filter=filter_half)
     state, batches = TrainState(), list[RolloutBatch]()
     for step in range(1, STEPS + 1):

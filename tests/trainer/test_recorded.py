@@ -265,7 +265,7 @@ def test_groups_of_other_code_or_data_are_dropped(tiny_run: TinyRun, one_rank_jo
         """Return what a job says, and how many groups it finds; it then records three, one of them twice."""
         file.write_text(code)
         logger.write_text(logs)
-        train = PromptSet("", (), 0, digest=data)
+        train = PromptSet("", (), digest=data)
         said = drop_groups_of_changed_inputs(load_settings(tiny_run.config, own), train, job)
         found = len({r.key for one in folder.rglob("*.journal") for r in read_records(one)})
         for group_id in (0, 1, 1, 5):

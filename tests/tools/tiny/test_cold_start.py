@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from grpo_mp.data.chat_data import load_held_out_chats, load_train_chats
+from grpo_mp.data.chat_data import ChatReader, load_held_out_chats, load_train_chats
 from grpo_mp.data.supervised import ChatEncoder
 from grpo_mp.data.template import ChatRenderer
 from tools.tiny import products
@@ -22,8 +22,8 @@ def test_worked_examples_are_prompt_answer_and_end(tmp_path: Path) -> None:
     problems, _ = make_problems(NUM_HELD_OUT + EXTRA, 10, seed=0, largest=29)
     rows, tokenizer = worked_examples(problems, seed=0, slips=0.5), make_tokenizer(vocabulary_words())
     settings = cold_start_settings(tmp_path / "model", *write_examples(rows, tmp_path), seed=0, steps=9)
-    train = load_train_chats(settings.data, settings.sft, encoder(tokenizer))
-    held_out = load_held_out_chats(settings.data, settings.sft, encoder(tokenizer))[HELD_OUT]
+    train = load_train_chats(ChatReader(settings.data, settings.sft, encoder(tokenizer)))
+    held_out = load_held_out_chats(ChatReader(settings.data, settings.sft, encoder(tokenizer)))[HELD_OUT]
     assert (len(train), len(held_out)) == (EXTRA, NUM_HELD_OUT)
     for number, row in enumerate(rows[:EXTRA]):
         question, answer = (message["content"] for message in row["messages"])
@@ -41,7 +41,7 @@ def test_calls_are_learned_and_what_the_calculator_says_is_not(tmp_path: Path) -
     problems, _ = products.make_problems(NUM_HELD_OUT + EXTRA, 1, seed=0)
     rows, tokenizer = products.make_examples(problems, 0, NUM_HELD_OUT), products.tokenizer()
     settings = cold_start_settings(tmp_path / "model", *write_examples(rows, tmp_path), seed=0, steps=9)
-    held_out = load_held_out_chats(settings.data, settings.sft, encoder(tokenizer))[HELD_OUT]
+    held_out = load_held_out_chats(ChatReader(settings.data, settings.sft, encoder(tokenizer)))[HELD_OUT]
     problem, sample = problems[EXTRA], held_out[0]
     a, b = problem.operands
     learned = [token for token, own in zip(sample.tokens, sample.generated, strict=True) if own]

@@ -12,7 +12,7 @@ import pytest
 
 from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.config.registries import ROLLOUT_FUNCTIONS
-from grpo_mp.data.prompts import load_prompts
+from grpo_mp.data.prompts import PromptReader, load_train_prompts
 from grpo_mp.rollout.protocol import Episode, Task, Turn
 from grpo_mp.rollout.tools import ToolKit
 from grpo_mp.utils.errors import UserError
@@ -111,7 +111,7 @@ def test_the_settings_of_the_page(tmp_path: Path) -> None:
     (tmp_path / "nim.jsonl").write_text(row)
     path = str(tmp_path / "nim.jsonl")
     data = DataConfig(**settings["data"] | {"train": path})
-    (prompt,) = load_prompts(path, data, make_tokenizer(["Nim"]), max_prompt_tokens=64)
+    (prompt,) = load_train_prompts(PromptReader(data, make_tokenizer(["Nim"]), 64))
     assert prompt.columns["stones"] == 7
     rollout = settings["rollout"]
     game = ROLLOUT_FUNCTIONS.resolve(rollout["function"], "rollout.function", rollout["function_args"])
