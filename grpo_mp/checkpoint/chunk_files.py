@@ -24,6 +24,8 @@ from grpo_mp.utils.reading import read_json
 
 INDEX = "chunks.json"
 PIECE_BYTES = 2**30  # host memory of a rank for saving and loading: tensors are copied in pieces of this size
+WEIGHT = "weight"  # prefix of weights, as in weight/model.norm.weight
+OPTIMIZER_FOLDER = "optimizer"  # folder of the optimizer state, inside the folder of the weights
 PAGE_BYTES = 4096  # smallest read of a disk
 Shape = tuple[int, ...]
 

@@ -1,187 +1,60 @@
-"""Convert between Hugging Face folders and Megatron's torch_dist format, in parts of bounded size, without a model."""
+"""Convert between Hugging Face folders and Megatron's torch_dist format, in parts of bounded size, without a model.
 
-from collections.abc import Iterator, Mapping
+A conversion that was killed is resumed: the folder is called NAME.incomplete until all parts are written, and a part
+gets its name only when it is on disk.
+"""
+
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from grpo_mp.checkpoint.hf_reader import (
-    NON_POLICY,
-    HfReader,
-    check_finite,
-    check_model,
-    has_hf_weights,
-    is_non_policy_tensor,
-    open_non_policy_tensors,
-)
-from grpo_mp.checkpoint.hf_writer import copy_aux_files, shard_name, write_index
-from grpo_mp.checkpoint.resumable_writer import (
-    PART_BYTES,
-    SOURCE_FOLDER,
-    Part,
-    PartsWriter,
-    ProgressCallback,
-    fingerprint,
-    map_in_threads,
-)
+from grpo_mp.checkpoint.chunk_files import INDEX, WEIGHT, SavedTensors, read_index
+from grpo_mp.checkpoint.hf_reader import HfReader, check_finite, check_model, has_hf_weights, is_non_policy_tensor
+from grpo_mp.checkpoint.hf_writer import copy_aux_files, incomplete_folder, shard_name, write_index
 from grpo_mp.checkpoint.run_state import SETTINGS
-from grpo_mp.checkpoint.torch_dist import CheckpointSlot, ModelMapping, merge_parts, write_part
-from grpo_mp.checkpoint.torch_dist_reader import SavedReader, TorchDistReader, open_checkpoint
-from grpo_mp.models.fp8 import FP8, SCALE, quantize, requantize, scale_shape
+from grpo_mp.checkpoint.torch_dist import TorchDistReader, merge_parts, slot_of, write_part
+from grpo_mp.models.families import family_of
+from grpo_mp.models.fp8 import FP8, SCALE, quantize, requantize
+from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param, fuse, split_by_bytes
 from grpo_mp.models.multi_token_prediction import copied_names
 from grpo_mp.utils.errors import UserError
-from grpo_mp.utils.reading import read_yaml
+from grpo_mp.utils.files import sync_to_disk, write_json
+from grpo_mp.utils.reading import read_json, read_yaml
+
+RECORD = "conversion.json"  # file with the options and the path of the model that was converted
+PART_BYTES = 2**29
+NUM_READERS = 2  # threads that read and cast the parameters of one part
+ReportProgress = Callable[[int, int], None]  # (bytes of the part just written, bytes of all missing parts)
 
 
-def to_megatron(
-    source: Path, destination: Path, report_progress: ProgressCallback, part_bytes: int = PART_BYTES
-) -> None:
-    """Convert a Hugging Face folder to torch_dist, and copy its config and tokenizer.
+def to_megatron(source: Path, destination: Path, report_progress: ReportProgress, part_bytes: int = PART_BYTES) -> None:
+    """Convert a Hugging Face folder to torch_dist, FP8 weights to bfloat16. Tensors outside the policy are left out."""
+    hf = HfConfig.read(source)
+    config, params = family_of(hf).config(hf), _params(hf)
 
-    FP8 weights are stored as bfloat16. Tensors that are not part of the policy are copied unchanged.
-    """
-    model = ModelMapping.of(source)
+    def load(name: str) -> list[Any]:
+        param = params[name]
+        tensors = [check_finite(reader.read(tensor), source, tensor) for tensor in param.hf]
+        return [(slot_of(param, config), fuse(param, tensors).contiguous())]
+
     with HfReader(source) as reader:
-        check_model(reader, model.params.values(), model.hf)
-        sizes = {name: _num_bytes(reader, param) for name, param in model.params.items()}
-        parts = [Part(f"part_{i:05d}", *group) for i, group in enumerate(split_by_bytes(sizes, part_bytes))]
-        names = sorted(name for name in reader.stored_names if is_non_policy_tensor(name, model.hf))
-        sizes = {name: prod(reader.shape(name)) * reader.dtype(name).itemsize for name in names}
-        non_policy_parts = [
-            Part(f"{NON_POLICY}{i:05d}.safetensors", *group)
-            for i, group in enumerate(split_by_bytes(sizes, part_bytes))
-        ]
-
-        def read_fused(name: str) -> tuple[CheckpointSlot, Tensor]:
-            param = model.params[name]
-            tensors = [check_finite(reader.read(tensor), source, tensor) for tensor in param.hf]
-            return model.slots[name], fuse(param, tensors).contiguous()
-
-        def load(part: Part) -> list[tuple[CheckpointSlot, Tensor]] | dict[str, Tensor]:
-            if part in non_policy_parts:
-                return {name: reader.read_stored(name) for name in part.params}
-            return list(map_in_threads(read_fused, part.params))
-
-        def save(path: Path, tensors: list[tuple[CheckpointSlot, Tensor]] | dict[str, Tensor]) -> None:
-            if isinstance(tensors, dict):
-                save_file(tensors, path, metadata={"format": "pt"})
-            else:
-                write_part(path, tensors)
-
-        def finish(folder: Path) -> None:
-            merge_parts(folder, [part.name for part in parts])
-            copy_aux_files(source, folder)
-
-        source_hash = fingerprint([*reader.files, source / "config.json"], "to-megatron", part_bytes)
-        record = {"source": source_hash, SOURCE_FOLDER: str(source.absolute())}
-        PartsWriter([*parts, *non_policy_parts], load, save, finish).write(destination, record, report_progress)
-
-
-def _num_bytes(reader: HfReader, param: Param) -> int:
-    dtypes = {reader.dtype(name) for name in param.hf}
-    if len(dtypes) > 1:
-        raise UserError(f"{reader.folder}: {' and '.join(param.hf)} have different dtypes, but are one parameter")
-    stored = dtypes.pop()
-    dtype = reader.dequantize_to if stored == FP8 else stored
-    return param.num_elements * dtype.itemsize
-
-
-@dataclass(frozen=True)
-class HfExporter:
-    """Computes the tensors of a Hugging Face folder from a checkpoint.
-
-    `original`: folder with FP8 weights whose bytes are kept where values did not change; `non_policy`: name of a tensor
-    outside the policy -> its reader; `copies`: name of a tensor -> name of its copy in the multi-token-prediction
-    layer, written from the same values; `fp8`: write blockwise FP8.
-    """
-
-    model: ModelMapping
-    reader: SavedReader | TorchDistReader
-    original: HfReader | None
-    non_policy: Mapping[str, HfReader]
-    copies: Mapping[str, str]
-    fp8: bool
-
-    @cached_property
-    def fp8_names(self) -> frozenset[str]:
-        """Return the names of the tensors to write in FP8: those that are FP8 in `original`.
-
-        If `original` has no FP8 weights, return the names of all projections, which FP8 releases quantize.
-        """
-        if not self.fp8:
-            return frozenset()
-        names = {name for name, reader in self.non_policy.items() if reader.dtype(name) == FP8}
-        for param in self.model.params.values():
-            for name in param.hf:
-                if not (self.original and self.original.has_fp8):
-                    quantized = param.is_projection
-                else:
-                    quantized = name in self.original.names and self.original.dtype(name) == FP8
-                names |= {name} if quantized else set()
-        return frozenset(names)
-
-    def sizes(self) -> dict[str, dict[str, int]]:
-        """Return source -> tensor name -> bytes, for all tensors of the new folder.
-
-        A source is a Megatron parameter, or a tensor outside the policy.
-        """
-        sizes: dict[str, dict[str, int]] = {}
-        for param in self.model.params.values():
-            dtype, outputs = self.reader.hf_dtype(param, self.model.slots[param.name]), sizes.setdefault(param.name, {})
-            for name, shape in zip(param.hf, param.shapes, strict=True):
-                fp8 = name in self.fp8_names
-                outputs[name] = prod(shape) * (FP8 if fp8 else dtype).itemsize
-                outputs |= {name + SCALE: prod(scale_shape(shape)) * torch.float32.itemsize} if fp8 else {}
-                outputs |= {self.copies[name]: outputs[name]} if name in self.copies else {}
-        for source, reader in self.non_policy.items():
-            dequantized = reader.dtype(source) == FP8 and not self.fp8
-            sizes[source] = {
-                name: prod(reader.shape(name)) * (reader.dequantize_to if dequantized else reader.dtype(name)).itemsize
-                for name in self._with_scale(source)
-            }
-        return sizes
-
-    def tensors(self, source: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield the names and values of the new folder's tensors that `sizes` lists for `source`."""
-        if source in self.non_policy:
-            reader = self.non_policy[source]
-            for name in self._with_scale(source):
-                yield name, reader.read_stored(name) if self.fp8 else reader.read(name)
-            return
-        param = self.model.params[source]
-        for name, tensor in zip(param.hf, self.reader.read_hf(param, self.model.slots[source]), strict=True):
-            check_finite(tensor, self.reader.folder, source)
-            if name in self.copies:
-                yield self.copies[name], tensor.clone()  # tensors of a safetensors file must not share memory
-            if name not in self.fp8_names:
-                yield name, tensor
-                continue
-            if self.original and self.original.has_fp8:
-                old, old_scale = self.original.read_stored(name), self.original.read_stored(name + SCALE)
-                weight, scale = requantize(tensor, old, old_scale)
-            else:
-                weight, scale = quantize(tensor)
-            yield from ((name, weight), (name + SCALE, scale))
-
-    def _with_scale(self, name: str) -> list[str]:
-        return [name, name + SCALE] if name in self.fp8_names else [name]
-
-
-def _folder_with_config(checkpoint: Path) -> Path:
-    if (checkpoint / "config.json").exists() or not checkpoint.is_dir():
-        return checkpoint
-    settings = checkpoint.resolve().parent.parent / SETTINGS
-    model = Path(read_yaml(settings)["model"]["path"]) if settings.is_file() else None
-    if model and (model / "config.json").is_file():
-        return model
-    missing = f", and model.path of {settings}, {model}, is not here" if model else ""
-    raise UserError(f"{checkpoint} has no config.json{missing}: name the model's folder with --like")
+        check_model(reader, params.values(), hf)
+        sizes = {name: param.num_elements * _dtype(reader, param).itemsize for name, param in params.items()}
+        groups = split_by_bytes(sizes, part_bytes)
+        parts = {f"part_{number:05d}": group for number, group in enumerate(groups)}
+        record = {"model": str(source.absolute()), "options": f"to-megatron {part_bytes}"}
+        if folder := _write_parts(destination, record, parts, _Format(load, write_part), report_progress):
+            merge_parts(folder, parts)
+            _complete(folder, destination)
 
 
 def to_hf(
@@ -189,44 +62,193 @@ def to_hf(
     destination: Path,
     like: Path | None,
     fp8: bool,
-    report_progress: ProgressCallback,
+    report_progress: ReportProgress,
     part_bytes: int = PART_BYTES,
 ) -> None:
     """Convert a run's checkpoint, or a torch_dist checkpoint, to a Hugging Face folder.
 
-    `like`: folder of config and tokenizer; by default the checkpoint itself, or model.path of its run. `fp8`: write
-    blockwise FP8; blocks whose values did not change keep their bytes from `like`. Tensors outside the policy come from
-    the checkpoint if it has any, else from `like`.
+    `like`: folder of config, tokenizer and tensors outside the policy; by default model.path of the run, or the folder
+    that was converted. `fp8`: write blockwise FP8; blocks whose values did not change keep their bytes from `like`.
     """
-    aux_source = like or _folder_with_config(source)
-    reader = open_checkpoint(source)
-    model = ModelMapping.of(aux_source)
-    if reader.has_layer(model.hf.int("num_hidden_layers")) and model.hf.get("num_nextn_predict_layers"):
-        model = ModelMapping.of(aux_source, trains_mtp=True)  # the run trained the multi-token-prediction layer
-    original = HfReader(like) if like and has_hf_weights(like) else None
-    extra = open_non_policy_tensors(source) or original
-    non_policy = {name: extra for name in sorted(extra.names) if is_non_policy_tensor(name, model.hf)} if extra else {}
-    copies = {name: copy for name, copy in copied_names(model.hf).items() if extra and copy in extra.names}
-    reader.check_layers(model.hf.policy_layers)
-    exporter = HfExporter(model, reader, original=original, non_policy=non_policy, copies=copies, fp8=fp8)
-    outputs = exporter.sizes()
-    sizes = {name: sum(tensors.values()) for name, tensors in outputs.items()}
-    groups = split_by_bytes(sizes, part_bytes)
-    parts = [Part(shard_name(number, len(groups)), *group) for number, group in enumerate(groups, start=1)]
+    like = like or _model_of(source)
+    hf = HfConfig.read(like)
+    saved = source / "policy" if (source / "policy").is_dir() else source
+    reader = SavedReader(saved) if (saved / INDEX).is_file() else TorchDistReader(source, hf)
+    if isinstance(reader, SavedReader) and reader.has_layer(hf.int("num_hidden_layers")):
+        hf = HfConfig.read(like, trains_mtp=True)  # the run trained the multi-token-prediction layer
+    params = _params(hf)
+    if unread := reader.unread(params.values()):
+        raise UserError(
+            f"{source} holds {'adapters' if any('.lora_' in name for name in unread) else 'other tensors'}, such as "
+            f"{min(unread)}, which the model in {like} does not have"
+        )
+    tensors = _HfTensors(params, reader, HfReader(like) if has_hf_weights(like) else None, hf, fp8)
+    groups = split_by_bytes(tensors.sizes(), part_bytes)
+    parts = {shard_name(number, len(groups)): group for number, group in enumerate(groups, start=1)}
+    record = {"model": f"{source.absolute()} {like.absolute()}", "options": f"to-hf {fp8} {part_bytes}"}
+    if folder := _write_parts(destination, record, parts, _Format(tensors.load, _save), report_progress):
+        copy_aux_files(like, folder, fp8)
+        write_index(folder, list(parts))
+        _complete(folder, destination)
 
-    def load(part: Part) -> dict[str, Tensor]:
-        by_source = map_in_threads(lambda name: list(exporter.tensors(name)), part.params)
-        return {name: tensor.contiguous() for tensors in by_source for name, tensor in tensors}
 
-    def save(file: Path, tensors: dict[str, Tensor]) -> None:
-        save_file(tensors, file, metadata={"format": "pt"})
+class SavedReader:
+    """Reads the weights of a run's checkpoint, which are stored as Hugging Face tensors."""
 
-    def finish(folder: Path) -> None:
-        copy_aux_files(aux_source, folder, fp8)
-        if len(parts) > 1:
-            weight_map = {name: part.name for part in parts for param in part.params for name in outputs[param]}
-            write_index(folder, weight_map, sum(sizes.values()))
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._saved = SavedTensors(folder, read_index(folder))
 
-    files = [*(file for file in reader.folder.rglob("*") if file.is_file()), aux_source / "config.json"]
-    source_hash = fingerprint([*files, *(original.files if original else ())], "to-hf", fp8, part_bytes)
-    PartsWriter(parts, load, save, finish).write(destination, {"source": source_hash}, report_progress)
+    def has_layer(self, number: int) -> bool:
+        return any(name.startswith(f"{WEIGHT}/model.layers.{number}.") for name in self._saved.tensors)
+
+    def unread(self, params: Iterable[Param]) -> set[str]:
+        """Return the names of the stored tensors that hold none of the parameters."""
+        return self._saved.tensors.keys() - {f"{WEIGHT}/{name}" for param in params for name in param.hf}
+
+    def dtype(self, param: Param) -> torch.dtype:
+        return self._saved.dtype(f"{WEIGHT}/{param.hf[0]}")
+
+    def read(self, param: Param) -> Sequence[Tensor]:
+        """Return the Hugging Face tensors of a parameter."""
+        names = zip(param.hf, param.shapes, strict=True)
+        return [self._saved.read(f"{WEIGHT}/{name}", shape) for name, shape in names]
+
+
+Reader = SavedReader | TorchDistReader
+
+
+@dataclass(frozen=True)
+class _HfTensors:
+    """Computes the tensors of a Hugging Face folder from a checkpoint and from the folder `original`."""
+
+    params: Mapping[str, Param]
+    reader: Reader
+    original: HfReader | None
+    hf: HfConfig
+    fp8: bool
+
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes of each parameter, and of each tensor outside the policy."""
+        sizes = {name: param.num_elements * self.reader.dtype(param).itemsize for name, param in self.params.items()}
+        if not self.original:
+            return sizes
+        names = sorted(name for name in self.original.names if is_non_policy_tensor(name, self.hf))
+        return sizes | {name: prod(self.original.shape(name)) * 2 for name in names}
+
+    def load(self, name: str) -> list[tuple[str, Tensor]]:
+        """Return the tensors of a parameter, or a tensor outside the policy."""
+        if name not in self.params:
+            assert self.original
+            stored = [name, name + SCALE] if self.fp8 and self.original.dtype(name) == FP8 else [name]
+            read = self.original.read_stored if self.fp8 else self.original.read
+            return [(stored_name, read(stored_name)) for stored_name in stored]
+        tensors, param, copies = list[tuple[str, Tensor]](), self.params[name], copied_names(self.hf)
+        for hf_name, tensor in zip(param.hf, self.reader.read(param), strict=True):
+            check_finite(tensor, self.reader.folder, hf_name)
+            tensors += self._quantize(hf_name, tensor, param) if self.fp8 else [(hf_name, tensor)]
+            copy = copies.get(hf_name)
+            if copy and self.original and copy in self.original.names:
+                tensors.append((copy, tensor.clone()))  # tensors of a safetensors file must not share memory
+        return tensors
+
+    def _quantize(self, name: str, tensor: Tensor, param: Param) -> list[tuple[str, Tensor]]:
+        """Quantize the tensors that `original` has in FP8; if it has none, all projections, as FP8 releases do."""
+        if self.original and self.original.has_fp8:
+            if name not in self.original.names or self.original.dtype(name) != FP8:
+                return [(name, tensor)]
+            old, old_scale = self.original.read_stored(name), self.original.read_stored(name + SCALE)
+            weight, scale = requantize(tensor, old, old_scale)
+        elif param.is_projection:
+            weight, scale = quantize(tensor)
+        else:
+            return [(name, tensor)]
+        return [(name, weight), (name + SCALE, scale)]
+
+
+def _params(hf: HfConfig) -> dict[str, Param]:
+    return {name: param for name, param in family_of(hf).params(hf).items() if not param.alias}
+
+
+def _dtype(reader: HfReader, param: Param) -> torch.dtype:
+    dtypes = {reader.dtype(name) for name in param.hf}
+    if len(dtypes) > 1:
+        raise UserError(f"{reader.folder}: {' and '.join(param.hf)} have different dtypes, but are one parameter")
+    dtype = dtypes.pop()
+    return reader.dequantize_to if dtype == FP8 else dtype
+
+
+def _model_of(checkpoint: Path) -> Path:
+    """Return the folder of the model whose weights a checkpoint has."""
+    record, settings = checkpoint / RECORD, checkpoint.resolve().parent.parent / SETTINGS
+    model = None
+    if record.is_file():
+        model = Path(read_json(record)["model"])
+    elif settings.is_file():
+        model = Path(read_yaml(settings)["model"]["path"])
+    if model and (model / "config.json").is_file():
+        return model
+    missing = f"its model {model} is not here" if model else "its model is not known"
+    raise UserError(f"{checkpoint}: {missing}: name the model's folder with --like")
+
+
+def _save(file: Path, tensors: list[tuple[str, Tensor]]) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in tensors}, file, metadata={"format": "pt"})
+
+
+@dataclass(frozen=True)
+class _Format:
+    """Functions that read what a part stores of one name, and that write a part."""
+
+    load: Callable[[str], list[Any]]
+    save: Callable[[Path, list[Any]], None]
+
+
+def _write_parts(
+    destination: Path,
+    record: Mapping[str, str],
+    parts: Mapping[str, tuple[tuple[str, ...], int]],
+    form: _Format,
+    report_progress: ReportProgress,
+) -> Path | None:
+    """Write the missing parts and return their folder; return None if `destination` is complete.
+
+    A part is loaded while the one before is written, so two are in memory. `parts`: names and bytes by file or folder.
+    """
+    folder = incomplete_folder(destination)
+    for written in (destination, folder):
+        if written.exists() and not ((written / RECORD).is_file() and read_json(written / RECORD) == record):
+            raise UserError(f"{written} is of another conversion, or of none: choose another destination")
+    if destination.exists():
+        return None
+    write_json(folder / RECORD, record)
+    missing = {part: group for part, group in parts.items() if not (folder / part).exists()}
+    for path in folder.iterdir():  # remove unfinished parts and temporary files of libraries
+        if path.name not in (RECORD, *parts):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def write(part: str, content: list[Any]) -> None:
+        unfinished = folder / f"unfinished_{part}"
+        form.save(unfinished, content)
+        for path in (*unfinished.rglob("*"), unfinished):
+            sync_to_disk(path)
+        unfinished.rename(folder / part)
+        report_progress(parts[part][1], sum(size for _, size in missing.values()))
+
+    with ThreadPoolExecutor(NUM_READERS) as readers, ThreadPoolExecutor(1) as writer:
+        writing: Future[None] | None = None
+        for part, (names, _) in missing.items():
+            content = [item for items in readers.map(form.load, names) for item in items]
+            if writing:
+                writing.result()
+            writing = writer.submit(write, part, content)
+            del content
+        if writing:
+            writing.result()
+    return folder
+
+
+def _complete(folder: Path, destination: Path) -> None:
+    for file in folder.iterdir():
+        sync_to_disk(file)
+    folder.rename(destination)

@@ -1,10 +1,9 @@
 """Read full tensors or slices from the safetensors files of a Hugging Face folder, and check its tensors."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from math import prod
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,51 +19,25 @@ from grpo_mp.utils.reading import read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"  # the weights file in a folder without an index
-NON_POLICY = "extra_"  # prefix of the files of a converted folder with tensors outside the policy
 ROTARY = (".inv_freq", ".cos_cached", ".sin_cached")  # tables that some older checkpoints hold; models compute them
 LAYER = re.compile(r"^model\.layers\.(\d+)\.")
-
-
-class WeightsReader(Protocol):
-    """Interface to read a folder's tensors by their Hugging Face names."""
-
-    folder: Path
-    names: frozenset[str]  # all tensors except FP8 scales
-    stored_names: frozenset[str]  # all tensors
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of the stored tensor."""
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the full tensor."""
-
-    def read(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> torch.Tensor:
-        """Return the full tensor, or its slice [start, stop) along `axis` (0 or 1); FP8 is dequantized."""
-
-    def read_stored(self, name: str) -> torch.Tensor:
-        """Return the full tensor in its stored dtype."""
 
 
 class HfReader:
     """Reads tensors, or slices of them, from a Hugging Face folder."""
 
-    def __init__(
-        self,
-        folder: Path,
-        dequantize_to: torch.dtype = torch.bfloat16,
-        files: Sequence[Path] = (),
-    ) -> None:
-        """Open all weight files of the folder, or only `files`. `dequantize_to`: dtype in which FP8 is read."""
+    def __init__(self, folder: Path, dequantize_to: torch.dtype = torch.bfloat16) -> None:
+        """Open all weight files of the folder. `dequantize_to`: dtype in which FP8 is read."""
         self.folder, self.dequantize_to = folder, dequantize_to
-        if not (files or has_hf_weights(folder)):
+        if not has_hf_weights(folder):
             raise UserError(f"{folder} contains neither {SINGLE_FILE} nor {INDEX}")
         index = folder / INDEX
         shards = sorted(set(_read_index(index).values())) if index.is_file() else [SINGLE_FILE]
-        self.files = tuple(files) or tuple(folder / shard for shard in shards)
+        self.files = tuple(folder / shard for shard in shards)
         self._handles = {file: _open(file) for file in self.files}
         self._file_of = {name: file for file, handle in self._handles.items() for name in handle.keys()}  # noqa: SIM118
-        self.stored_names = frozenset(self._file_of)
-        self.names = self.stored_names - {name + SCALE for name in self.stored_names}
+        self.stored_names = frozenset(self._file_of)  # of all tensors
+        self.names = self.stored_names - {name + SCALE for name in self.stored_names}  # without FP8 scales
         self.has_fp8 = len(self.names) < len(self.stored_names)
 
     def __enter__(self) -> "HfReader":
@@ -120,8 +93,11 @@ def has_hf_weights(folder: Path) -> bool:
     return (folder / INDEX).is_file() or (folder / SINGLE_FILE).is_file()
 
 
-def check_tensors(reader: WeightsReader, params: Iterable[Param]) -> None:
-    """Refuse a folder in which a tensor of `params` is missing or has another shape than the config implies."""
+def check_model(reader: HfReader, params: Iterable[Param], hf: HfConfig, others: Iterable[str] = ()) -> None:
+    """Refuse a folder that lacks a tensor of `params`, or has a tensor that the mapping does not read.
+
+    `others`: names of further tensors that may be there.
+    """
     shapes = {name: shape for param in params for name, shape in zip(param.hf, param.shapes, strict=True)}
     missing = shapes.keys() - reader.names
     if missing:
@@ -130,17 +106,8 @@ def check_tensors(reader: WeightsReader, params: Iterable[Param]) -> None:
         )
     for name, shape in shapes.items():
         check_shape(reader, name, shape)
-
-
-def check_model(reader: WeightsReader, params: Iterable[Param], hf: HfConfig, others: Iterable[str] = ()) -> None:
-    """Refuse a folder that lacks a tensor of `params`, or has a tensor that the mapping does not read.
-
-    `others`: names of further tensors that may be there.
-    """
-    params = list(params)
-    check_tensors(reader, params)
     check_layers(reader.names, hf)
-    read = {name for param in params for name in param.hf} | {*others, *copied_names(hf).values()}
+    read = {*shapes, *others, *copied_names(hf).values()}
     read |= {"lm_head.weight"} if hf.tied else set()  # a copy of the embedding
     unread = sorted(name for name in reader.names - read if not is_non_policy_tensor(name, hf))
     if unread:
@@ -151,7 +118,7 @@ def check_model(reader: WeightsReader, params: Iterable[Param], hf: HfConfig, ot
         )
 
 
-def check_shape(reader: WeightsReader, name: str, shape: tuple[int, ...]) -> None:
+def check_shape(reader: HfReader, name: str, shape: tuple[int, ...]) -> None:
     """Refuse a tensor that is not floating-point, or has another shape than `shape`, which follows from the config."""
     stored, dtype = reader.shape(name), reader.dtype(name)
     if not dtype.is_floating_point:
@@ -211,14 +178,6 @@ def check_layers(names: Iterable[str], hf: HfConfig) -> None:
         )
 
 
-def open_non_policy_tensors(folder: Path) -> HfReader | None:
-    """Open the files with tensors outside the policy, in a Hugging Face or a converted folder; None without any."""
-    if has_hf_weights(folder):
-        return HfReader(folder)
-    files = sorted(folder.glob(f"{NON_POLICY}*.safetensors"))
-    return HfReader(folder, files=files) if files else None
-
-
 def read_non_policy_tensors(
     folder: Path, hf: HfConfig, fp8: bool = False, rank: int = 0, size: int = 1
 ) -> Iterator[tuple[str, Tensor]]:
@@ -226,10 +185,7 @@ def read_non_policy_tensors(
 
     `fp8`: keep FP8 tensors and their scales; otherwise FP8 is dequantized.
     """
-    reader = open_non_policy_tensors(folder)
-    if reader is None:
-        return
-    with reader:
+    with HfReader(folder) as reader:
         names = [name for name in (reader.stored_names if fp8 else reader.names) if is_non_policy_tensor(name, hf)]
         for name in sorted(names, key=lambda name: (-prod(reader.shape(name)), name))[rank::size]:
             yield name, reader.read_stored(name) if fp8 else reader.read(name)

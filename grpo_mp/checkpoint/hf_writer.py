@@ -2,9 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +31,6 @@ QUANTIZATION_CONFIG = "quantization_config"
 FP8_CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
 
 
-@dataclass(frozen=True)
-class Shard:
-    """One file of weights under a temporary name."""
-
-    file: str
-    names: tuple[str, ...]  # of its tensors
-    nbytes: int  # of its tensors
-
-
 def begin_hf(folder: Path) -> None:
     """Create an empty folder for the shards, NAME.incomplete, to be renamed when all are written."""
     incomplete = incomplete_folder(folder)
@@ -50,15 +40,16 @@ def begin_hf(folder: Path) -> None:
 
 def write_shards(
     folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], writer: int, shard_bytes: int = SHARD_BYTES
-) -> list[Shard]:
-    """Write tensors to shards of at most `shard_bytes`, or one tensor. Several writers may run at the same time.
+) -> list[str]:
+    """Write tensors to shards of at most `shard_bytes`, or one tensor; return the shards' temporary file names.
 
     One shard is written while the next is filled from `tensors`, so at most two shards and one tensor are in memory.
+    Several writers may run at the same time.
     `writer`: number of this writer, which is part of its file names.
     """
-    shards: list[Shard] = []
+    shards: list[str] = []
     with ThreadPoolExecutor(1, thread_name_prefix="export") as pool:
-        writing: Future[Shard] | None = None
+        writing: Future[str] | None = None
         for number, tensors_by_name in enumerate(_split_by_bytes(tensors, shard_bytes)):
             if writing:
                 shards.append(writing.result())
@@ -68,33 +59,29 @@ def write_shards(
     return shards
 
 
-def _write_shard(folder: Path, file: str, tensors: dict[str, torch.Tensor]) -> Shard:
+def _write_shard(folder: Path, file: str, tensors: dict[str, torch.Tensor]) -> str:
     path = incomplete_folder(folder) / file
     try:
         save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:  # safetensors raises it instead of OSError, for example if the disk is full
         raise OSError(f"{file}: {error}") from error
     sync_to_disk(path)  # here, because only the machine that wrote the file has it in its page cache
-    shard = Shard(file, tuple(tensors), sum(tensor.nbytes for tensor in tensors.values()))
     tensors.clear()
-    return shard
+    return file
 
 
-def complete_hf(folder: Path, shards: Sequence[Shard], like: Path, fp8: bool = False) -> None:
+def complete_hf(folder: Path, shards: Sequence[str], like: Path, fp8: bool = False) -> None:
     """Complete the folder: number the shards of all writers, write the index, copy the auxiliary files, rename it.
 
     `like`: folder of config, tokenizer and other auxiliary files.
     """
     incomplete = incomplete_folder(folder)
-    weight_map: dict[str, str] = {}
-    for index, shard in enumerate(shards):
-        file = shard_name(index + 1, len(shards))
-        (incomplete / shard.file).rename(incomplete / file)
-        weight_map |= dict.fromkeys(shard.names, file)
-    if len(shards) != 1:
-        write_index(incomplete, weight_map, sum(shard.nbytes for shard in shards))
+    files = [shard_name(number, len(shards)) for number in range(1, len(shards) + 1)]
+    for shard, file in zip(shards, files, strict=True):
+        (incomplete / shard).rename(incomplete / file)
+    write_index(incomplete, files)
     copy_aux_files(like, incomplete, fp8)
-    for other in set(incomplete.rglob("*")) - {incomplete / name for name in weight_map.values()}:
+    for other in set(incomplete.rglob("*")) - {incomplete / file for file in files}:
         sync_to_disk(other)
     sync_to_disk(incomplete)
     replace_folder(incomplete, folder)
@@ -121,9 +108,19 @@ def shard_name(number: int, count: int) -> str:
     return SINGLE_FILE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
-def write_index(folder: Path, weight_map: Mapping[str, str], total_bytes: int) -> None:
-    """Write the index of the shards. `weight_map`: tensor name -> file; `total_bytes`: of all tensors."""
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+def write_index(folder: Path, files: Sequence[str]) -> None:
+    """Write the index of a folder's weight files, from their headers; a single file needs none."""
+    if len(files) == 1:
+        return
+    weight_map: dict[str, str] = {}
+    total = 0
+    for file in files:
+        with (folder / file).open("rb") as stream:
+            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        header.pop("__metadata__", None)
+        weight_map |= dict.fromkeys(header, file)
+        total += max(entry["data_offsets"][1] for entry in header.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
 
 

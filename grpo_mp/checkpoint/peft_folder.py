@@ -9,11 +9,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from grpo_mp.checkpoint.describe import is_converted
 from grpo_mp.checkpoint.hf_writer import incomplete_folder, replace_folder
-from grpo_mp.checkpoint.resumable_writer import CONVERSION_RECORD, SOURCE_FOLDER
 from grpo_mp.config.sections import LoraConfig
-from grpo_mp.utils.files import read_json, sync_to_disk, write_json
+from grpo_mp.utils.files import sync_to_disk, write_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every tensor name in peft's files
@@ -53,11 +51,6 @@ def _leaf(module: str) -> str:
     return module.rpartition(".")[2]
 
 
-def base_of(model: Path) -> Path:
-    """Return the Hugging Face folder that peft needs as base model: `model`, or the folder it was converted from."""
-    return Path(read_json(model / CONVERSION_RECORD)[SOURCE_FOLDER]) if is_converted(model) else model
-
-
 def write_peft(
     folder: Path,
     tensors: Iterable[tuple[str, Tensor]],
@@ -78,7 +71,7 @@ def write_peft(
         save_file(named, incomplete / WEIGHTS, metadata={"format": "pt"})
     except SafetensorError as error:  # safetensors raises it instead of OSError, for example if the disk is full
         raise OSError(f"{WEIGHTS}: {error}") from error
-    write_json(incomplete / CONFIG, adapter_config(lora, base_of(model), own, expert_projections))
+    write_json(incomplete / CONFIG, adapter_config(lora, model, own, expert_projections))
     for path in (*incomplete.iterdir(), incomplete):
         sync_to_disk(path)
     replace_folder(incomplete, folder)

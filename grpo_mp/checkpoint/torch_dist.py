@@ -1,4 +1,4 @@
-"""Write Megatron's torch_dist format part by part without a model, and find a parameter's place in it.
+"""Read and write Megatron's torch_dist format without a model, one parameter or one part at a time.
 
 A checkpoint has the `.metadata` of torch.distributed.checkpoint, which lists every chunk's file, and Megatron's
 metadata.json and common.pt. It stores full-model tensors, so any layout can read its shards.
@@ -8,6 +8,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,18 @@ from megatron.core.dist_checkpointing.strategies.checkpointable import Checkpoin
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.models.mapping import Param
+from grpo_mp.models.mapping import Param, unfuse
+from grpo_mp.utils.errors import UserError
 
 COMMON = "common.pt"
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc\d\.weight)\d+$")
+OPTIMIZER = "optimizer."  # prefix of optimizer keys in checkpoints that Megatron saved
 
 
 @dataclass(frozen=True)
@@ -37,14 +40,7 @@ class CheckpointSlot:
     key: str
     stacked: tuple[tuple[int, int], ...]  # (position, size) on each leading axis over layers or experts
     shape: tuple[int, ...]  # of the parameter itself
-    padded: bool = False  # True: the checkpoint may have further rows of vocabulary padding
-
-    def accepts(self, size: tuple[int, ...]) -> bool:
-        """Return whether a checkpoint tensor of shape `size` can contain the parameter."""
-        expected = (*(count for _, count in self.stacked), *self.shape)
-        if not self.padded:
-            return size == expected
-        return len(size) == len(expected) and size[0] >= expected[0] and size[1:] == expected[1:]
+    padded: bool  # True: the checkpoint may have further rows of vocabulary padding
 
 
 def slot_of(param: Param, config: Mapping[str, Any]) -> CheckpointSlot:
@@ -65,32 +61,14 @@ def slot_of(param: Param, config: Mapping[str, Any]) -> CheckpointSlot:
     return CheckpointSlot(key, tuple(stacked), param.local_shape(1), param.vocabulary)
 
 
-@dataclass(frozen=True)
-class ModelMapping:
-    """A model's parameters without aliases, and their slots in a torch_dist checkpoint, by parameter name."""
-
-    hf: HfConfig
-    params: Mapping[str, Param]
-    slots: Mapping[str, CheckpointSlot]
-
-    @classmethod
-    def of(cls, folder: Path, family_name: str | None = None, trains_mtp: bool = False) -> "ModelMapping":
-        """Return the mapping for the config.json of `folder`.
-
-        `trains_mtp`: the multi-token-prediction layer is part of the policy.
-        """
-        hf = HfConfig.read(folder, family_name, trains_mtp=trains_mtp)
-        family = family_of(hf)
-        params = {name: param for name, param in family.params(hf).items() if not param.alias}
-        config = family.config(hf)
-        return cls(hf, params, {name: slot_of(param, config) for name, param in params.items()})
-
-
 def write_part(folder: Path, tensors: Iterable[tuple[CheckpointSlot, Tensor]]) -> None:
     """Write some tensors of a checkpoint to a folder with its own metadata, to be merged by `merge_parts`."""
     by_key: dict[str, list[CheckpointableShardedTensor]] = defaultdict(list)
     for slot, tensor in tensors:
-        by_key[slot.key].append(sharded_tensor(slot, tensor))
+        offsets = [(axis, position, size) for axis, (position, size) in enumerate(slot.stacked)]
+        data = tensor.view((1,) * len(offsets) + tuple(tensor.shape))
+        sharded = ShardedTensor.from_rank_offsets(slot.key, data, *offsets)
+        by_key[slot.key].append(CheckpointableShardedTensor.from_sh_ten(sharded))
     planner, writer = DefaultSavePlanner(flatten_state_dict=False), _Writer(folder, sync_files=False)
     planner.set_up_planner({key: LocalShardsContainer(chunks) for key, chunks in by_key.items()}, is_coordinator=True)
     writer.set_up_storage_writer(True)
@@ -100,7 +78,7 @@ def write_part(folder: Path, tensors: Iterable[tuple[CheckpointSlot, Tensor]]) -
     writer.finish(metadata, [writer.write_data(plan, planner).wait()])
 
 
-def merge_parts(folder: Path, parts: Sequence[str]) -> None:
+def merge_parts(folder: Path, parts: Iterable[str]) -> None:
     """Merge parts, which are subfolders of `folder`, into one checkpoint by writing its metadata."""
     merged, results = Metadata({}), []
     for part in parts:
@@ -123,8 +101,68 @@ class _Writer(FileSystemWriter):
         return None
 
 
-def sharded_tensor(slot: CheckpointSlot, tensor: Tensor) -> CheckpointableShardedTensor:
-    """Return a full parameter at its slot, as the planners of torch.distributed.checkpoint need it."""
-    offsets = [(axis, position, size) for axis, (position, size) in enumerate(slot.stacked)]
-    data = tensor.view((1,) * len(offsets) + tuple(tensor.shape))
-    return CheckpointableShardedTensor.from_sh_ten(ShardedTensor.from_rank_offsets(slot.key, data, *offsets))
+class TorchDistReader:
+    """Reads full parameters of a torch_dist checkpoint, one at a time."""
+
+    def __init__(self, folder: Path, hf: HfConfig) -> None:
+        if not (folder / ".metadata").is_file():
+            raise UserError(
+                f"{folder} is neither a run's checkpoint nor a torch_dist checkpoint (.metadata is missing)"
+            )
+        self.folder, self._config = folder, family_of(hf).config(hf)
+        metadata = FileSystemReader(folder).read_metadata()
+        self._storage = metadata.storage_data
+        self._tensors = {
+            key: tensor
+            for key, tensor in metadata.state_dict_metadata.items()
+            if isinstance(tensor, TensorStorageMetadata) and not key.startswith(OPTIMIZER)
+        }
+        self._chunks: dict[str, dict[tuple[int, ...], list[MetadataIndex]]] = {}
+
+    def unread(self, params: Iterable[Param]) -> set[str]:
+        """Return the names of the stored tensors that hold none of the parameters."""
+        return self._tensors.keys() - {slot_of(param, self._config).key for param in params}
+
+    def dtype(self, param: Param) -> torch.dtype:
+        dtype: torch.dtype = self._metadata(slot_of(param, self._config)).properties.dtype
+        return dtype
+
+    def read(self, param: Param) -> Sequence[Tensor]:
+        """Return the Hugging Face tensors of a parameter."""
+        slot = slot_of(param, self._config)
+        metadata, axes = self._metadata(slot), len(slot.stacked)
+        tensor, filled = torch.empty(tuple(metadata.size)[axes:], dtype=metadata.properties.dtype), 0
+        for index in self._index(slot, metadata):
+            piece, offsets = self._read_chunk(index), index.offset or ()
+            piece = piece.view(piece.shape[axes:])
+            places = [slice(at, at + size) for at, size in zip(offsets[axes:], piece.shape, strict=True)]
+            tensor[tuple(places)] = piece
+            filled += piece.numel()
+        if filled != tensor.numel():
+            raise UserError(f"{self.folder}: pieces of {slot.key} are missing: save or convert it again")
+        return unfuse(param, tensor[: slot.shape[0]])
+
+    def _read_chunk(self, index: MetadataIndex) -> Tensor:
+        place = self._storage[index]
+        with (self.folder / place.relative_path).open("rb") as stream:
+            stream.seek(place.offset)
+            piece: Tensor = torch.load(BytesIO(stream.read(place.length)), map_location="cpu", weights_only=True)
+        return piece
+
+    def _index(self, slot: CheckpointSlot, metadata: TensorStorageMetadata) -> list[MetadataIndex]:
+        """Return the chunks of one layer or expert; a tensor may stack tens of thousands of them."""
+        if slot.key not in self._chunks:
+            by_position: dict[tuple[int, ...], list[MetadataIndex]] = defaultdict(list)
+            for chunk in metadata.chunks:
+                by_position[tuple(chunk.offsets[: len(slot.stacked)])].append(MetadataIndex(slot.key, chunk.offsets))
+            self._chunks[slot.key] = by_position  # only when complete, as several threads read
+        return self._chunks[slot.key][tuple(position for position, _ in slot.stacked)]
+
+    def _metadata(self, slot: CheckpointSlot) -> TensorStorageMetadata:
+        if slot.key not in self._tensors:
+            raise UserError(f"{self.folder}: the tensor {slot.key} is missing: it is of another model")
+        metadata = self._tensors[slot.key]
+        size, expected = tuple(metadata.size), (*(count for _, count in slot.stacked), *slot.shape)
+        if size != expected and not (slot.padded and size[0] > expected[0] and size[1:] == expected[1:]):
+            raise UserError(f"{self.folder}: {slot.key} has shape {list(size)}, config.json says {list(expected)}")
+        return metadata

@@ -1,33 +1,28 @@
 """Compare and convert checkpoints, in bounded memory.
 
     grpo-mp convert check A B --tolerance 1e-6
-    grpo-mp convert check A B --logits
     grpo-mp convert to-megatron SRC DST
     grpo-mp convert to-hf SRC DST --fp8 --like HF_FOLDER
 
-`check` compares names, shapes, dtypes and values of two Hugging Face or converted folders and prints the largest
-difference first; the exit status is 1 if the folders differ. With --logits it compares their logits on the same tokens
-in float32, computed by transformers or Megatron. `to-megatron` writes a torch_dist checkpoint, which any parallel
-layout can load. `to-hf` converts such a checkpoint or a saved step of a run; config and tokenizer come from the run's
-model.path or from --like. Both resume after an interruption; DST gets its final name only when it is complete.
+`check` compares names, shapes, dtypes and values of two Hugging Face folders and prints the largest difference first;
+the exit status is 1 if the folders differ. `to-megatron` writes a torch_dist checkpoint, which Megatron loads in any
+parallel layout. `to-hf` converts such a checkpoint or a saved step of a run; config, tokenizer and tensors outside the
+policy come from the run's model.path, from the folder that was converted, or from --like. Both resume after an
+interruption; DST gets its final name only when it is complete.
 """
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from grpo_mp.checkpoint.describe import compare_weights
-from grpo_mp.checkpoint.resumable_writer import PART_BYTES, ProgressCallback
 from grpo_mp.utils.log import log_to_terminal
-from grpo_mp.utils.parsers import Parser, non_negative, positive_int
+from grpo_mp.utils.parsers import Parser, non_negative
 
 DIFFERENT = 1  # exit status
-LOGIT_TOLERANCE = 2e-6  # float32 rounding error of both sides
-TOLERANCES = f"of values (default 0: bit for bit), of logits relative to the largest (default {LOGIT_TOLERANCE:g})"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -39,12 +34,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check(args: argparse.Namespace, console: Console) -> int:
-    if args.logits:
-        return _check_logits(args, console)
-    from grpo_mp.checkpoint.torch_dist_reader import open_weights
+    from grpo_mp.checkpoint.compare import compare_weights
+    from grpo_mp.checkpoint.hf_reader import HfReader
 
-    with open_weights(args.left) as left, open_weights(args.right) as right:
-        differences = compare_weights(left, right, args.tolerance or 0.0)
+    with HfReader(args.left) as left, HfReader(args.right) as right:
+        differences = compare_weights(left, right, args.tolerance)
         tensors = len(left.stored_names)
     for difference in differences:
         console.print(f"{difference.name}: {difference.description}")
@@ -54,15 +48,6 @@ def _check(args: argparse.Namespace, console: Console) -> int:
     return DIFFERENT if differences else 0
 
 
-def _check_logits(args: argparse.Namespace, console: Console) -> int:
-    from grpo_mp.trainer.compare_logits import compare_logits
-
-    difference = compare_logits(args.left, args.right)
-    console.print(f"logits differ by {difference:.2e} of the largest")
-    tolerance = LOGIT_TOLERANCE if args.tolerance is None else args.tolerance
-    return 0 if difference <= tolerance else DIFFERENT
-
-
 def _to_megatron(args: argparse.Namespace, console: Console) -> int:
     from torch.serialization import set_crc32_options
 
@@ -70,7 +55,7 @@ def _to_megatron(args: argparse.Namespace, console: Console) -> int:
 
     set_crc32_options(False)  # the checksums are slow
     with _progress(console, args.destination) as report_progress:
-        to_megatron(args.source, args.destination, report_progress, args.part_bytes)
+        to_megatron(args.source, args.destination, report_progress)
     return 0
 
 
@@ -78,19 +63,12 @@ def _to_hf(args: argparse.Namespace, console: Console) -> int:
     from grpo_mp.checkpoint.convert import to_hf
 
     with _progress(console, args.destination) as report_progress:
-        to_hf(
-            args.source,
-            args.destination,
-            like=args.like,
-            fp8=args.fp8,
-            report_progress=report_progress,
-            part_bytes=args.part_bytes,
-        )
+        to_hf(args.source, args.destination, args.like, args.fp8, report_progress)
     return 0
 
 
 @contextmanager
-def _progress(console: Console, destination: Path) -> Iterator[ProgressCallback]:
+def _progress(console: Console, destination: Path) -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar with speed and time left; at the end print the destination."""
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(TextColumn("{task.description}"), *columns, console=console) as progress:
@@ -106,11 +84,10 @@ def _progress(console: Console, destination: Path) -> Iterator[ProgressCallback]
 def _parser() -> Parser:
     parser = Parser("grpo-mp convert", __doc__)
     commands = parser.add_subparsers(required=True)
-    check = commands.add_parser("check", help="compare two folders, Hugging Face or converted")
+    check = commands.add_parser("check", help="compare two Hugging Face folders")
     check.add_argument("left", type=Path)
     check.add_argument("right", type=Path)
-    check.add_argument("--logits", action="store_true", help="compare their logits on the same tokens")
-    check.add_argument("--tolerance", type=non_negative, help=f"largest difference that passes: {TOLERANCES}")
+    check.add_argument("--tolerance", type=non_negative, default=0.0, help="largest difference of values that passes")
     check.set_defaults(run=_check)
     megatron = commands.add_parser("to-megatron", help="Hugging Face folder -> torch_dist")
     megatron.set_defaults(run=_to_megatron)
@@ -121,5 +98,4 @@ def _parser() -> Parser:
     for command in (megatron, hf):
         command.add_argument("source", type=Path)
         command.add_argument("destination", type=Path)
-        command.add_argument("--part-bytes", type=positive_int, default=PART_BYTES, help="bytes of a part, a file each")
     return parser

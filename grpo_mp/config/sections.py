@@ -93,7 +93,7 @@ class LoraConfig(Section):
 class ModelConfig(Section):
     """The policy, which is also the reference."""
 
-    path: Path = Field(description="Hugging Face or converted folder")
+    path: Path = Field(description="Hugging Face folder")
     family: Annotated[str, AfterValidator(MODEL_FAMILIES.check_name)] | None = Field(
         None, description="built-in family or your own 'file.py:FAMILY'; null: by model_type of config.json"
     )

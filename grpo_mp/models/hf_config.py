@@ -118,7 +118,7 @@ class HfConfig:
 
 def _how_to_get(folder: Path) -> str:
     if folder.is_dir():
-        return "give a Hugging Face folder or a converted checkpoint"
+        return "give a Hugging Face folder"
     is_hub_name = len(folder.parts) == 2 and not folder.parent.is_dir() and not folder.is_absolute()
     name, target = (folder.as_posix(), f"checkpoints/{folder.name}") if is_hub_name else ("OWNER/NAME", str(folder))
     return (

@@ -16,9 +16,15 @@ import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from grpo_mp.checkpoint.chunk_files import ChunkWriter, TensorChunk, WrittenChunks, read_chunks, write_index
-from grpo_mp.checkpoint.describe import OPTIMIZER_FOLDER, WEIGHT
-from grpo_mp.checkpoint.torch_dist import COMMON
+from grpo_mp.checkpoint.chunk_files import (
+    OPTIMIZER_FOLDER,
+    WEIGHT,
+    ChunkWriter,
+    TensorChunk,
+    WrittenChunks,
+    read_chunks,
+    write_index,
+)
 from grpo_mp.distributed.process_groups import all_gather
 from grpo_mp.distributed.shards import tensor_part, tp_size
 from grpo_mp.models.chunks import chunks_of
@@ -33,6 +39,7 @@ Value = TypeVar("Value")
 LEARNING_RATES = {"max_lr", "min_lr"}  # keys of a param group that come from the settings, not from the checkpoint
 Written = Mapping[Path, WrittenChunks]  # folder -> chunks that one rank wrote there
 
+COMMON = "common.pt"
 MAIN_PARAM = "main_param"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from grpo_mp.algorithms.values import ValueLoss
-from grpo_mp.checkpoint.hf_reader import check_model
-from grpo_mp.checkpoint.torch_dist_reader import open_weights
+from grpo_mp.checkpoint.hf_reader import HfReader, check_model
 from grpo_mp.config import Settings
 from grpo_mp.config.sections import LayoutConfig, ModelConfig
 from grpo_mp.distributed.layout import check_layout, critic_layout, model_shape, sets_pipeline_layout
@@ -52,7 +51,7 @@ class Critic(TrainedModel):
             clear_weights(tensors, params)
             if not load_weights:
                 return
-            with open_weights(settings.model.path, family=settings.model.family) as reader:
+            with HfReader(settings.model.path) as reader:
                 has_head = STORED_HEAD in reader.names
                 stored = {name: tensor for name, tensor in tensors.items() if name != VALUE_HEAD or has_head}
                 load_hf(stored, params, reader=reader, coords=parallel.coords, layout=parallel.layout)
@@ -135,7 +134,7 @@ def _check_tensors(model: ModelConfig, stored: HfConfig, where: str) -> None:
     """
     hf, classifier = critic_config(stored), classifier_name(stored)
     params = critic_params(hf)
-    with open_weights(model.path, family=model.family) as reader:
+    with HfReader(model.path) as reader:
         has_head, (shape,) = STORED_HEAD in reader.names, params[VALUE_HEAD].shapes
         if classifier or has_head:
             remedy = "point critic.path at a whole reward model, or at a language model's folder for a head of zeros"

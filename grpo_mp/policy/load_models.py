@@ -10,10 +10,8 @@ import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
-from grpo_mp.checkpoint.describe import count_parameters
 from grpo_mp.checkpoint.hf_reader import HfReader
 from grpo_mp.checkpoint.hf_writer import QUANTIZATION_CONFIG
-from grpo_mp.checkpoint.torch_dist_reader import open_weights
 from grpo_mp.config.sections import LayoutConfig, TrainingConfig
 from grpo_mp.distributed.process_groups import single_rank_environment, start_parallel, stop_parallel
 from grpo_mp.models.families import TRANSFORMERS_NAMES, family_of
@@ -31,7 +29,8 @@ TIMEOUT_S = 600.0  # of the process group of one rank
 def check_memory(folder: Path, advice: str) -> None:
     """Check that the model fits into this machine's free memory in float32. `advice`: ends the error message."""
     hf, free = HfConfig.read(folder), psutil.virtual_memory().available
-    needed = WEIGHT_COPIES * 4 * count_parameters(family_of(hf).params(hf).values())
+    params = family_of(hf).params(hf).values()
+    needed = WEIGHT_COPIES * 4 * sum(param.num_elements for param in params if not param.alias)
     if needed > free:
         raise UserError(
             f"{folder}: running it takes {ceil(needed / GIB)} GiB in float32 and {free // GIB} GiB are free: {advice}"
@@ -53,7 +52,7 @@ def transformers_model(folder: Path, dtype: torch.dtype = torch.float32) -> nn.M
 
 @contextmanager
 def policy_model(folder: Path, dtype: str = "float32") -> Iterator[nn.Module]:
-    """Yield the unsharded Megatron model of a Hugging Face or converted folder, to be run with `sequence_logits`."""
+    """Yield the unsharded Megatron model of a Hugging Face folder, to be run with `sequence_logits`."""
     with policy_tensors(folder, dtype) as (model, _):
         yield model
 
@@ -71,7 +70,7 @@ def policy_tensors(folder: Path, dtype: str = "float32") -> Iterator[tuple[nn.Mo
             config = transformer_config(layout, training, dtype, hf)
             (model,) = build_chunks(config, hf, training, temperature=1.0)
             tensors = local_tensors([model], params, parallel.coords, 1)
-            with open_weights(folder) as reader:
+            with HfReader(folder) as reader:
                 load_hf(tensors, params, reader=reader, coords=parallel.coords, layout=layout)
             yield model, tensors
         finally:

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_mp.checkpoint.hf_reader import check_model
-from grpo_mp.checkpoint.torch_dist_reader import open_weights
+from grpo_mp.checkpoint.hf_reader import HfReader, check_model
 from grpo_mp.config import TrainerSettings
 from grpo_mp.config.sections import LayoutConfig, ModelConfig, TrainingConfig
 from grpo_mp.distributed.layout import check_layout, model_shape, sets_pipeline_layout
@@ -52,7 +51,7 @@ class Policy(TrainedModel):
         def load(tensors: dict[str, Tensor]) -> None:
             base = {name: tensor for name, tensor in tensors.items() if name in self.base_params}
             if load_weights or self.lora:  # checkpoints of a run with adapters lack the base weights
-                with open_weights(settings.model.path, family=settings.model.family) as reader:
+                with HfReader(settings.model.path) as reader:
                     load_hf(base, self.base_params, reader=reader, coords=parallel.coords, layout=parallel.layout)
             else:
                 clear_weights(base, self.base_params)
@@ -178,5 +177,5 @@ def check_policy(
     if model.lora:
         sizes = (layout.tensor, layout.expert, layout.expert_tensor)
         check_adapters(family_of(hf).params(hf), model.lora.targets, *sizes)
-    with open_weights(model.path, family=model.family) as reader:
+    with HfReader(model.path) as reader:
         check_model(reader, family_of(hf).params(hf).values(), hf)

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from grpo_mp.checkpoint.hf_reader import WeightsReader, check_finite, check_shape
-from grpo_mp.checkpoint.torch_dist import LAYER
+from grpo_mp.checkpoint.hf_reader import HfReader, check_finite, check_shape
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import RankCoordinates
 from grpo_mp.distributed.shards import tensor_part, tp_size
@@ -17,6 +16,7 @@ from grpo_mp.utils.errors import UserError
 
 # megatron-core calls the layer inside mtp_model_layer from 0.19 on, and transformer_layer in older versions.
 MTP_LAYER = re.compile(r"^mtp\.layers\.(\d+)\.(?:transformer_layer\.|mtp_model_layer\.)?")
+LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 LOCAL_EXPERT = re.compile(r"(?<=\.weight)\d+$")
 
 
@@ -49,7 +49,7 @@ def clear_weights(tensors: dict[str, torch.Tensor], params: dict[str, Param]) ->
 def load_hf(
     tensors: dict[str, torch.Tensor],
     params: dict[str, Param],
-    reader: WeightsReader,
+    reader: HfReader,
     coords: RankCoordinates,
     layout: LayoutConfig,
 ) -> None:
@@ -62,7 +62,7 @@ def load_hf(
         tensor[: fused.shape[0]].copy_(fused)
 
 
-def _read(param: Param, reader: WeightsReader, count: int, part: int) -> torch.Tensor:
+def _read(param: Param, reader: HfReader, count: int, part: int) -> torch.Tensor:
     shards = []
     for hf_name, shape in zip(param.hf, param.shapes, strict=True):
         check_shape(reader, hf_name, shape)

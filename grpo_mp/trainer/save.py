@@ -13,8 +13,8 @@ from pathlib import Path
 from torch import Tensor
 
 from grpo_mp.checkpoint.chunk_files import ChunkWriter, share_buffer
-from grpo_mp.checkpoint.hf_reader import open_non_policy_tensors, read_non_policy_tensors
-from grpo_mp.checkpoint.hf_writer import Shard, begin_hf, complete_hf, write_shards
+from grpo_mp.checkpoint.hf_reader import HfReader, read_non_policy_tensors
+from grpo_mp.checkpoint.hf_writer import begin_hf, complete_hf, write_shards
 from grpo_mp.checkpoint.peft_folder import write_peft
 from grpo_mp.checkpoint.run_state import (
     TrainState,
@@ -234,7 +234,7 @@ def export_policy(policy: Policy, folder: Path, like: Path, bucket_bytes: int | 
     others = read_non_policy_tensors(like, policy.hf, fp8=fp8, rank=parallel.rank, size=parallel.world_size)
     copies = _copied_names(like, policy.hf)
 
-    def write() -> list[Shard]:
+    def write() -> list[str]:
         try:
             return write_shards(folder, chain(_with_copies(tensors, copies), others), parallel.rank)
         finally:
@@ -246,7 +246,7 @@ def export_policy(policy: Policy, folder: Path, like: Path, bucket_bytes: int | 
 
 
 def export_adapters(policy: Policy, folder: Path, like: Path, bucket_bytes: int | None) -> None:
-    """Write the LoRA adapters as a peft folder for the model in `like`, or for the model it was converted from."""
+    """Write the LoRA adapters as a peft folder for the model in `like`."""
     parallel, lora = policy.parallel, policy.lora
     assert lora
     params = {name: param for name, param in policy.params.items() if name not in policy.base_params}
@@ -272,10 +272,9 @@ def export_adapters(policy: Policy, folder: Path, like: Path, bucket_bytes: int 
 
 def _copied_names(like: Path, hf: HfConfig) -> dict[str, str]:
     copies = copied_names(hf)
-    reader = open_non_policy_tensors(like) if copies else None
-    if reader is None:
+    if not copies:
         return {}
-    with reader:
+    with HfReader(like) as reader:
         return {name: copy for name, copy in copies.items() if copy in reader.names}
 
 

@@ -97,7 +97,7 @@ def sample_parser() -> Parser:
 def _add_model(parser: Parser, out: str) -> None:
     parser.add_argument("--ranks", type=positive_int, help="ranks to start on this machine")
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--model", type=Path, help="a Hugging Face or converted folder (default: model.path)")
+    source.add_argument("--model", type=Path, help="a Hugging Face folder (default: model.path)")
     source.add_argument("--checkpoint", type=Path, help="RUN/checkpoints/step_N of a run of these settings")
     parser.add_argument("--out", type=Path, help=out)
 

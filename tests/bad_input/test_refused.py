@@ -13,7 +13,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from grpo_mp.checkpoint.convert import to_megatron
-from grpo_mp.checkpoint.hf_reader import SINGLE_FILE, HfReader, check_tensors
+from grpo_mp.checkpoint.hf_reader import SINGLE_FILE, HfReader, check_model
 from grpo_mp.cli.main import main
 from grpo_mp.config import Settings, check_settings, load_settings
 from grpo_mp.config.sections import LayoutConfig, ModelConfig, TrainingConfig
@@ -122,7 +122,7 @@ def open_weights(folder: Path) -> None:
     """Open a folder's weights and compare them with its config, as a start does."""
     hf = HfConfig.read(folder)
     with HfReader(folder) as reader:
-        check_tensors(reader, [param for param in family_of(hf).params(hf).values() if not param.alias])
+        check_model(reader, family_of(hf).params(hf).values(), hf)
 
 
 NORM = "model.norm.weight"

@@ -36,8 +36,7 @@ from grpo_mp import platform
 from grpo_mp.algorithms.losses import token_mean_loss
 from grpo_mp.batching.microbatches import MicroBatchPlan
 from grpo_mp.batching.packing import pack
-from grpo_mp.checkpoint.chunk_files import TensorChunk, read_chunks
-from grpo_mp.checkpoint.describe import OPTIMIZER_FOLDER
+from grpo_mp.checkpoint.chunk_files import OPTIMIZER_FOLDER, TensorChunk, read_chunks
 from grpo_mp.config import Settings, check_settings
 from grpo_mp.distributed.process_groups import Parallel, single_rank_environment, start_parallel, stop_parallel
 from grpo_mp.models.hf_config import HfConfig

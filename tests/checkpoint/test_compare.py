@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from grpo_mp.checkpoint.describe import compare_weights
+from grpo_mp.checkpoint.compare import compare_weights
 from grpo_mp.checkpoint.hf_reader import HfReader
 from grpo_mp.models.fp8 import quantize
 

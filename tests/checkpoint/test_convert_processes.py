@@ -8,16 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mp.checkpoint.resumable_writer import CONVERSION_RECORD
+from grpo_mp.checkpoint.convert import RECORD
 from tools.tiny.models import make_tiny, make_tokenizer
 
 pytestmark = pytest.mark.slow
 TIMEOUT_S = 300
+IMPORTS = "from pathlib import Path; from grpo_mp.checkpoint.convert import to_megatron"
 
 
 def start(source: Path, destination: Path) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-m", "grpo_mp", "convert", "to-megatron", str(source), str(destination)]
-    return subprocess.Popen([*command, "--part-bytes", "100000"], stdout=subprocess.DEVNULL)
+    paths = f"Path({str(source)!r}), Path({str(destination)!r})"
+    code = f"{IMPORTS}; to_megatron({paths}, lambda written, total: None, part_bytes=100_000)"
+    return subprocess.Popen([sys.executable, "-c", code])
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -31,7 +33,7 @@ def test_killed_twice(tmp_path: Path) -> None:
     make_tiny(model, "deepseek_v3", make_tokenizer(["apples"]), num_hidden_layers=12)
     assert start(model, tmp_path / "undisturbed").wait(TIMEOUT_S) == 0
     for delay_s in (0.0, 0.1):
-        process, record = start(model, final), final.with_name("final.incomplete") / CONVERSION_RECORD
+        process, record = start(model, final), final.with_name("final.incomplete") / RECORD
         before = record.stat().st_mtime_ns if record.exists() else None
         while process.poll() is None and (not record.exists() or record.stat().st_mtime_ns == before):
             time.sleep(0.001)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_mp.checkpoint.convert import to_megatron
 from grpo_mp.checkpoint.run_state import SETTINGS, checkpoint_folder
 from grpo_mp.config import dump_settings
 from grpo_mp.config.data_sections import DataConfig
@@ -97,12 +96,11 @@ def without_checkpoint(
     folder = tmp_path_factory.mktemp("model_in_a_run")
     question = read_jsonl(tiny_run.config.parent / "eval.jsonl")[0]["question"]
     (folder / "reward.py").write_text(FAILS_FOR_ONE.format(question=question))
-    to_megatron(tiny_run.model, folder / "megatron", lambda done, total: None)  # engines cannot read it: a policy does
     out = folder / "run"
     shutil.copytree(finished_run.folder / "run" / "checkpoints", out / "checkpoints")
     reward = f"reward.functions={{{folder / 'reward.py'}:fragile: 1.0}}"
     rewards = (reward, "reward.on_error=0.0", "reward.correct=fragile")
-    arguments = [GREEDY, *rewards, "--model", str(folder / "megatron"), "--out", str(out)]
+    arguments = [GREEDY, *rewards, "--model", str(tiny_run.model), "--out", str(out)]
     settings = read_command(evaluate_parser().parse_intermixed_args([str(tiny_run.config), *arguments])).settings
     (out / SETTINGS).write_text(dump_settings(settings))
     ended = outcome(start_job(*arguments, command=LAUNCHED))

@@ -10,7 +10,6 @@ from pyarrow import parquet
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from grpo_mp.checkpoint.convert import to_megatron
 from tests.conftest import TinyRun
 from tests.e2e.conftest import REWARD, StartJob, outcome
 from tests.e2e.jobs import read_jsonl
@@ -103,8 +102,7 @@ def wrong_logprobs(run: Path, model: Path) -> list[str]:
 def test_both_ranks_are_one_policy_and_one_engine(
     parallel: str, engine: tuple[str, ...], start_job: StartJob, tiny_run: TinyRun, tmp_path: Path
 ) -> None:
-    """They start from a converted folder, which has no weights for an engine; prompts are shared and of two sets."""
-    to_megatron(tiny_run.model, tmp_path / "megatron", lambda done, total: None)
+    """Prompts are shared and of two sets."""
     (tmp_path / "reward.py").write_text(REWARD)
     run, served = tmp_path / "run", ()
     if parallel == "tensor":
@@ -113,7 +111,7 @@ def test_both_ranks_are_one_policy_and_one_engine(
     layout = (f"layout={{{parallel}: 2}}", "engine.gpus_per_engine=2", *engine)
     training = ("training.share_prompts=true", "training.router_replay=R3")  # ties are broken as the engine did
     brief = ("data.eval={}", "run.steps=2", "run.export=false", "run.export_every=1", "rollout.dump=true")
-    model = (f"model.path={tmp_path / 'megatron'}", mixture(tmp_path, tiny_run.train, bool(served)))
+    model = (f"model.path={tiny_run.model}", mixture(tmp_path, tiny_run.train, bool(served)))
     result = outcome(
         start_job(
             f"run.folder={run}",

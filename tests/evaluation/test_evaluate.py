@@ -150,7 +150,7 @@ def test_the_plot_is_written(results: Path) -> None:
 def test_a_policy_is_built_where_engines_cannot_read_the_folder(
     damage: Callable[[Path], None], needed: bool, model: Path, tiny_run: TinyRun, tmp_path: Path
 ) -> None:
-    """A converted folder, and one of FP8 on a CPU: an engine would start with random weights."""
+    """Such as one of FP8 on a CPU: an engine would start with random weights."""
     folder = Path(shutil.copytree(model, tmp_path / "model"))
     damage(folder)
     command = evaluate_parser().parse_args([str(tiny_run.config), "--model", str(folder)])

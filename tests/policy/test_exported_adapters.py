@@ -1,4 +1,4 @@
-"""Adapters of any targets, and of a converted folder, as peft loads them: its logits are those of the merged model."""
+"""Adapters of any targets, as peft loads them: its logits are those of the merged model."""
 
 import json
 from pathlib import Path
@@ -6,14 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM
 
-from grpo_mp.checkpoint.convert import to_megatron
 from grpo_mp.config import check_settings
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.policy.policy import Policy, check_policy
 from grpo_mp.trainer.save import export_adapters, export_policy
-from tests.checkpoint.helpers import no_progress
 from tests.parallel import peft_model
 from tests.parallel.lora import fill_b
 from tests.planner.jobs import BASE
@@ -74,14 +71,3 @@ def test_the_projections_of_a_dense_model_are_named_as_modules(parallel: Paralle
     config = json.loads((adapters / "adapter_config.json").read_text())
     assert (config["target_modules"], config["target_parameters"]) == (["mlp.down_proj", "q_proj"], None)
     check_logits(peft_model.load_peft(model, adapters), merged, model)
-
-
-def test_adapters_of_a_converted_folder_are_for_what_it_was_converted_from(
-    model: Path, parallel: Parallel, tmp_path: Path
-) -> None:
-    converted = tmp_path / "megatron"
-    to_megatron(model, converted, no_progress)
-    settings = settings_of(converted, "all-linear")
-    adapters, merged = export(settings, parallel, tmp_path)
-    by_peft = AutoPeftModelForCausalLM.from_pretrained(adapters, dtype=torch.float32).eval()  # onto the base it names
-    check_logits(by_peft, merged, model)

@@ -1,47 +1,11 @@
-"""Recognize the format of a checkpoint folder, count parameters, and compare two folders tensor by tensor."""
+"""Compare the weights of two Hugging Face folders tensor by tensor."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from grpo_mp.checkpoint.chunk_files import INDEX
-from grpo_mp.checkpoint.hf_reader import WeightsReader, has_hf_weights
-from grpo_mp.models.mapping import Param
-
-TORCH_DIST = ".metadata"  # file that every torch_dist checkpoint has
-OPTIMIZER_FOLDER = "optimizer"  # folder of the optimizer state, inside the folder of the weights
-WEIGHT = "weight"  # prefix of weights in a run's checkpoint, as in weight/model.norm.weight
-
-
-def is_torch_dist(folder: Path) -> bool:
-    """Return whether the folder is in the torch_dist format."""
-    return (folder / TORCH_DIST).is_file()
-
-
-def is_saved(folder: Path) -> bool:
-    """Return whether the folder is a run's checkpoint, or the folder `policy` in one."""
-    return (policy_folder(folder) / INDEX).is_file()
-
-
-def policy_folder(checkpoint: Path) -> Path:
-    """Return the folder `policy` of a run's checkpoint; return `checkpoint` itself if it has none."""
-    return checkpoint / "policy" if (checkpoint / "policy").is_dir() else checkpoint
-
-
-def is_converted(folder: Path) -> bool:
-    """Return whether the folder has weights in the torch_dist format, and none in safetensors files."""
-    return is_torch_dist(folder) and not has_hf_weights(folder)
-
-
-def count_parameters(params: Iterable[Param], experts_per_token: int | None = None) -> int:
-    """Return the number of parameters; with `experts_per_token`, only of those that are active for one token."""
-    return sum(
-        param.num_elements
-        for param in params
-        if not param.alias and (experts_per_token is None or param.expert is None or param.expert < experts_per_token)
-    )
+from grpo_mp.checkpoint.hf_reader import HfReader
 
 
 @dataclass(frozen=True)
@@ -53,7 +17,7 @@ class Difference:
     size: float  # largest absolute difference of values; infinite for a missing tensor, another shape or dtype
 
 
-def compare_weights(left: WeightsReader, right: WeightsReader, tolerance: float = 0.0) -> list[Difference]:
+def compare_weights(left: HfReader, right: HfReader, tolerance: float = 0.0) -> list[Difference]:
     """Return all differences above `tolerance`, the largest first. With tolerance 0, tensors are compared bitwise."""
     differences = [
         Difference(name, f"only in {reader.folder}", float("inf"))
@@ -65,7 +29,7 @@ def compare_weights(left: WeightsReader, right: WeightsReader, tolerance: float 
     return sorted(differences, key=lambda difference: (-difference.size, difference.name))
 
 
-def _compare_tensor(name: str, left: WeightsReader, right: WeightsReader, tolerance: float) -> Iterator[Difference]:
+def _compare_tensor(name: str, left: HfReader, right: HfReader, tolerance: float) -> Iterator[Difference]:
     shapes = [list(reader.shape(name)) for reader in (left, right)]
     if shapes[0] != shapes[1]:
         yield Difference(name, f"shape {shapes[0]} and {shapes[1]}", float("inf"))
