@@ -15,7 +15,7 @@ STUCK = """Show who waits for whom in a run that hangs: grpo-mp doctor stuck RUN
 
 Asks every rank on this host, and its engines, for their stacks; changes nothing. For a job of several nodes, run it on
 each node (srun --overlap), then once more on any. The exit status is 1 if a rank waits in a collective for longer than
---over-s, or does not answer.
+5 s, or does not answer.
 """
 
 MACHINE = """Check whether this machine is fit to train: grpo-mp doctor machine [CONFIG] [section.key=value ...]
@@ -40,9 +40,6 @@ def main(arguments: Sequence[str]) -> int:
     stuck.add_argument("run", type=Path, metavar="RUN", help="run.folder of a running run")
     limit = "seconds in which a rank must answer (default: 10)"
     stuck.add_argument("--timeout-s", type=non_negative, default=10.0, metavar="S", help=limit)
-    over = "report waits longer than this many seconds (default: 5)"
-    stuck.add_argument("--over-s", type=non_negative, default=5.0, metavar="S", help=over)
-    stuck.add_argument("--full", action="store_true", help="then the stacks of all threads of every rank and engine")
     machine = commands.add_parser("machine", help="this machine: is it fit to train", description=MACHINE)
     machine.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="settings file of a run")
     machine.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings laid over the file's")
@@ -57,14 +54,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _stuck(args: argparse.Namespace) -> int:
-    from grpo_mp.monitor.rank_processes import ask_ranks
-    from grpo_mp.monitor.stuck import diagnose, full_stacks, shown_engines
+    from grpo_mp.monitor.stuck import ask_ranks, diagnose
 
-    dumps, silent, engines = ask_ranks(args.run, args.timeout_s)
-    findings = diagnose(dumps, silent, args.over_s)
-    print(render([*findings, *shown_engines(engines)]))
-    if args.full:
-        print(full_stacks(dumps, engines))
+    findings = diagnose(*ask_ranks(args.run, args.timeout_s))
+    print(render(findings))
     return exit_status(findings)
 
 

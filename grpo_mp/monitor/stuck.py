@@ -1,243 +1,209 @@
-"""Find the rank that blocks a hanging job, from the dumps of the ranks."""
+"""Find the rank that blocks a hanging job: ask ranks and engines for their stacks, and compare pending collectives."""
 
+import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import socket
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from grpo_mp.monitor.rank_dump import Collective, Group, RankDump
+import psutil
+
+from grpo_mp.checkpoint.run_state import PROCESSES
+from grpo_mp.monitor.rank_dump import Collective, RankDump, RankProcess, read_dump
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.files import ENGINE_SCRATCH, read_json
 from grpo_mp.utils.findings import Finding, Level
+from grpo_mp.utils.processes import DUMP_SIGNAL, catches_dump_signal, stacks_file
 
+FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')  # in the output of Python's faulthandler
 PACKAGE = re.compile(r".*/(grpo_mp/.*)")
-# Name of a send or receive in torch's flight recorder: group rank of the caller, then of its peer.
-P2P = re.compile(r"(?:\w+:)?(send|recv) (\d+)(?:->|<-)(\d+)")
+OVER_S = 5.0  # shorter waits in a collective are usual
+RECENT_S = 120.0  # maximum age of a dump from another node, on which the command ran before
 MOST_NAMED = 8  # maximum number of ranks in a sentence
 STACK_LINES = 6
-NETWORK = "look at the network and at the GPUs of these nodes: grpo-mp doctor machine"
+DEADLOCK = (
+    "in different collectives, or different calls of one group: a deadlock, report it with these lines; in one "
+    "collective: look at the network and the GPUs of these nodes (grpo-mp doctor machine)"
+)
 
 
 @dataclass(frozen=True)
 class Wait:
-    """A rank that waits in a collective, send or receive, and the members of the group for which it may wait."""
+    """A rank that waits in a collective, and the ranks that have not made the call yet."""
 
     rank: int
     call: Collective
-    group: str  # description of the group
-    ranks: tuple[int, ...]  # members of the group; of a send or receive, both ends
-    absent: tuple[int, ...]  # members that have not made the call yet
-    unknown: tuple[int, ...]  # members without a dump, or whose recorder no longer holds calls of this group
-
-    @property
-    def text(self) -> str:
-        if match := P2P.fullmatch(self.call.operation):
-            peer = next((rank for rank in self.ranks if rank != self.rank), self.rank)
-            return f"{match[1]} {'to' if match[1] == 'send' else 'from'} rank {peer} of group {self.group}"
-        return f"{operation(self.call)} #{self.call.sequence} of group {self.group} (ranks {name_ranks(self.ranks)})"
+    absent: tuple[int, ...]
 
     @property
     def line(self) -> str:
-        return f"rank {self.rank} waits since {self.call.age_s:.0f} s in {self.text}"
+        call = f"{self.call.operation} #{self.call.sequence} of group {self.call.title}"
+        missing = f", without rank {name_ranks(self.absent)}" if self.absent else ""
+        members = name_ranks(self.call.ranks)
+        return f"rank {self.rank} waits since {self.call.age_s:.0f} s in {call} (ranks {members}){missing}"
 
 
-@dataclass(frozen=True)
-class EngineStacks:
-    """Innermost frames of the main thread of an engine process, innermost first."""
+def ask_ranks(run_folder: Path, limit_s: float) -> tuple[dict[int, RankDump], dict[int, str], list[str]]:
+    """Request the state of each rank on this host, and the stacks of its engine; wait at most `limit_s` seconds.
 
-    rank: int  # host of the engine
-    process: str
-    frames: tuple[str, ...]
-    text: str = ""  # stacks of all threads in the format of Python's faulthandler
+    Returns dumps by rank, the reason for each rank without a dump, and a line for each process of an engine. For a rank
+    on another host, an existing dump that is at most RECENT_S seconds old counts.
+    """
+    found = (run_folder / PROCESSES).glob("rank_*.json")
+    files = {int(file.stem.removeprefix("rank_")): file for file in found}
+    if not files:
+        raise UserError(f"{run_folder}: no rank runs here: give the run.folder of a running run")
+    asked_s = time.time()
+    least_s = dict[int, float]()  # a rank's dump is newer than this time
+    silent = dict[int, str]()
+    engines = dict[str, Path]()
+    for rank, file in sorted(files.items()):
+        if not (values := read_json(file)):
+            continue  # the rank has ended meanwhile
+        started = RankProcess(**values)
+        process, dump = find_process(started), read_dump(run_folder, rank)
+        if started.host != socket.gethostname():
+            least_s[rank] = asked_s - RECENT_S
+            silent[rank] = f"runs on {started.host}: give the same command there, then here again"
+        elif process and ask(process):
+            least_s[rank] = asked_s
+            silent[rank] = f"did not answer in {limit_s:g} s: a call holds Python's lock, or it is stopped"
+            engines |= ask_engines(rank, process)
+        elif dump and dump.at_limit and dump.pid == started.pid:
+            least_s[rank] = 0.0
+        else:
+            silent[rank] = "its process has ended, or does not listen yet"
+    dumps = dict[int, RankDump]()
+    while True:
+        read = {rank: dump for rank in least_s.keys() - dumps if (dump := read_dump(run_folder, rank))}
+        dumps |= {rank: dump for rank, dump in read.items() if dump.time_s >= least_s[rank]}
+        stacks = {title: innermost_frames(file) for title, file in engines.items()}
+        is_complete = all(stacks.values()) and all(rank in dumps for rank in least_s if least_s[rank] >= asked_s)
+        if is_complete or time.time() > asked_s + limit_s:
+            break
+        time.sleep(0.05)
+    silent = {rank: reason for rank, reason in silent.items() if rank not in dumps}
+    return dumps, silent, [f"{title}: {stack or 'no answer'}" for title, stack in stacks.items()]
 
 
-def diagnose(dumps: Mapping[int, RankDump], silent: Mapping[int, str], over_s: float = 0.0) -> list[Finding]:
-    """Return the findings about waits longer than `over_s` seconds. `silent`: rank without a dump -> reason."""
-    waits = find_waits(dumps, over_s)
-    findings = [*_mismatches(dumps, waits), *_blockers(dumps, waits), *_circles(waits)]
-    findings += [*_silent(silent, waits), *_unrecorded(dumps, silent, waits)]
-    findings = findings or _slow_collectives(waits)
-    outer = [dump.phases[0] for dump in dumps.values() if dump.phases]
-    longest = max(outer, key=lambda phase: phase.seconds, default=None)
-    since = f", in {longest.text}" if longest else ""
-    nobody = "" if findings else f"no rank waits for another one: they compute, or wait for their engines{since}; "
-    places = [place(dump) for _, dump in sorted(dumps.items())]
-    return [*findings, Finding(Level.OK, f"{nobody}where the ranks are", places)]
+def find_process(started: RankProcess) -> psutil.Process | None:
+    """Return a rank's process, or None if it has ended; its id may have been given to another process since."""
+    try:
+        process = psutil.Process(started.pid)
+        is_same = process.create_time() == started.created_s and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return None
+    return process if is_same else None
 
 
-def find_waits(dumps: Mapping[int, RankDump], over_s: float = 0.0) -> list[Wait]:
+def ask(process: psutil.Process) -> bool:
+    """Send DUMP_SIGNAL to a process if the process handles it; return whether the signal was sent."""
+    try:
+        handles = catches_dump_signal(Path(f"/proc/{process.pid}/status").read_text())
+        if handles:
+            os.kill(process.pid, DUMP_SIGNAL)
+    except PermissionError as error:
+        raise UserError(f"process {process.pid} belongs to another user: run this as the user of the job") from error
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return handles
+
+
+def ask_engines(rank: int, process: psutil.Process) -> dict[str, Path]:
+    """Signal the processes of the engine that a rank hosts; return title -> file to which each writes its stacks."""
+    files = {}
+    for watcher in process.children():
+        try:
+            # SGLang overwrites a process's environment with its title, so the folder comes from the watcher.
+            scratch = watcher.environ().get(ENGINE_SCRATCH)
+            for child in watcher.children(recursive=True) if scratch else ():
+                file = stacks_file(Path(scratch or ""), child.pid)
+                if file.exists():
+                    os.truncate(file, 0)
+                    title = f"engine of rank {rank}, {' '.join(child.cmdline()[:3]).strip()}, pid {child.pid}"
+                    files |= {title: file} if ask(child) else {}
+        except (OSError, psutil.Error):
+            continue  # the process is ending
+    return files
+
+
+def innermost_frames(file: Path) -> str:
+    """Return the innermost calls of the main thread, which handled the signal; "" if the stacks are not written yet."""
+    try:
+        text = file.read_text(errors="replace")
+    except FileNotFoundError:
+        return "has ended"
+    frames = FRAME.findall(text.rpartition("Current thread")[2].partition("\n\n")[0])
+    return " < ".join(f"{name}:{line} {call}" for name, line, call in frames[:3])
+
+
+def diagnose(dumps: Mapping[int, RankDump], silent: Mapping[int, str], engines: Sequence[str] = ()) -> list[Finding]:
+    """Return the findings about a hanging job. `silent`: rank without a dump -> reason; `engines`: their stacks."""
+    waits = find_waits(dumps)
+    findings = [*_blockers(dumps, waits), *_silent(silent, waits)]
+    if waits and not findings:
+        sentence = f"ranks {name_ranks(dict.fromkeys(wait.rank for wait in waits))} wait for each other"
+        findings = [Finding(Level.ERROR, sentence, [wait.line for wait in waits], DEADLOCK)]
+    nobody = "" if findings else "no rank waits for another one: they compute, or wait for their engines; "
+    return [*findings, Finding(Level.OK, f"{nobody}where the ranks are", [*_stacks(dumps), *engines])]
+
+
+def find_waits(dumps: Mapping[int, RankDump]) -> list[Wait]:
     """Return the oldest pending collective, send and receive of each rank in each of its groups."""
-    waits = []
+    waits: dict[tuple[int, str, str], Wait] = {}
     for rank, dump in sorted(dumps.items()):
-        seen = set()
-        for call in dump.collectives:
-            key = call.group, operation(call) if call.is_p2p else ""
-            if not call.is_pending or call.age_s < over_s or key in seen or call.group not in dump.groups:
-                continue
-            seen.add(key)
-            find = _wait_for_peer if call.is_p2p else _wait_for_group
-            wait = find(dumps, rank, call, dump.groups[call.group])
-            waits += [wait] if wait else []
-    return waits
+        for call in dump.calls:
+            if call.is_pending and call.age_s >= OVER_S:
+                absent = tuple(peer for peer in call.ranks if peer != rank and not _has_called(dumps.get(peer), call))
+                key = rank, call.group, call.operation if call.is_p2p else ""
+                waits.setdefault(key, Wait(rank, call, absent))
+    return list(waits.values())
 
 
-def _wait_for_group(dumps: Mapping[int, RankDump], rank: int, call: Collective, group: Group) -> Wait:
-    others = [peer for peer in group.ranks if peer != rank]
-    calls = {peer: last_call(dumps[peer], call.group) if peer in dumps else None for peer in others}
-    absent = tuple(peer for peer, last in calls.items() if last is not None and last < call.sequence)
-    unknown = tuple(peer for peer, last in calls.items() if last is None)
-    return Wait(rank, call, group.name, group.ranks, absent, unknown)
+def _has_called(dump: RankDump | None, call: Collective) -> bool:
+    """Return whether a rank has made a collective, or is in the other half of a send or receive."""
+    calls = [other for other in dump.calls if (other.group, other.is_p2p) == (call.group, call.is_p2p)] if dump else []
+    if call.is_p2p:
+        return any(other.is_pending and other.ranks == call.ranks[::-1] for other in calls)
+    return any(other.sequence >= call.sequence for other in calls)
 
 
-def _wait_for_peer(dumps: Mapping[int, RankDump], rank: int, call: Collective, group: Group) -> Wait | None:
-    match = P2P.fullmatch(call.operation)
-    if not match:
-        return None  # entry of a batched call; its sends and receives have entries of their own
-    peer = group.ranks[int(match[3])]
-    counterpart = {"send": "recv", "recv": "send"}[match[1]], match[3], match[2]
-    calls = dumps[peer].collectives if peer in dumps else ()
-    theirs = [P2P.fullmatch(other.operation) for other in calls if other.is_pending and other.group == call.group]
-    has_called = counterpart in [other.groups() for other in theirs if other]
-    absent = () if has_called or peer not in dumps else (peer,)
-    return Wait(rank, call, group.name, tuple(sorted((rank, peer))), absent, () if peer in dumps else (peer,))
-
-
-def last_call(dump: RankDump, group: str) -> int | None:
-    """Return the number of a rank's last collective in a group; 0: no call yet; None: dropped by the recorder."""
-    calls = [call.sequence for call in dump.collectives if call.group == group and not call.is_p2p]
-    return max(calls) if calls else (0 if dump.records_all else None)
-
-
-def _blockers(dumps: Mapping[int, RankDump], waits: Sequence[Wait]) -> list[Finding]:
-    """Report the ranks that block other ranks and do not wait themselves."""
-    waiting = {wait.rank for wait in waits if wait.absent or wait.unknown}
-    findings = []
-    for rank in sorted({rank for wait in waits for rank in wait.absent} - waiting):
+def _blockers(dumps: Mapping[int, RankDump], waits: Sequence[Wait]) -> Iterator[Finding]:
+    """Yield the ranks that block other ranks and do not wait themselves."""
+    absent = {rank for wait in waits for rank in wait.absent} & dumps.keys()
+    for rank in sorted(absent - {wait.rank for wait in waits if wait.absent}):
         others = [wait for wait in waits if rank in wait.absent]
         who = name_ranks(dict.fromkeys(wait.rank for wait in others))
-        sentence = f"rank {rank} holds up rank{'s' * (len(others) > 1)} {who}: {place(dumps[rank])}"
-        evidence = [f"rank {wait.rank} waits for it since {wait.call.age_s:.0f} s in {wait.text}" for wait in others]
+        sentence = f"rank {rank} holds up rank{'s' * (len(others) > 1)} {who}: it is {_place(dumps[rank])}"
         advice = "read its stack; if it waits for an engine, read logs/engine_*.log; if it computes, wait"
-        findings.append(Finding(Level.ERROR, sentence, evidence[:MOST_NAMED] + main_stack(dumps[rank]), advice))
-    return findings
+        yield Finding(Level.ERROR, sentence, [wait.line for wait in others[:MOST_NAMED]], advice)
 
 
-def _circles(waits: Sequence[Wait]) -> list[Finding]:
-    """Report the ranks that wait for each other in a cycle, without ranks that only wait for the cycle."""
-    edges = {(wait.rank, peer) for wait in waits for peer in wait.absent}
-    # Remove ranks that do not wait or that no rank waits for, until only cycles are left.
-    while True:
-        waiting, awaited = {rank for rank, _ in edges}, {peer for _, peer in edges}
-        kept = {(rank, peer) for rank, peer in edges if rank in awaited and peer in waiting}
-        if kept == edges:
-            break
-        edges = kept
-    circle = sorted({rank for rank, _ in edges})
-    if not circle:
-        return []
-    evidence = [
-        f"rank {wait.rank} waits for {name_ranks(wait.absent)} in {wait.text}"
-        for wait in waits
-        if wait.rank in circle and wait.absent
-    ]
-    sentence = f"ranks {name_ranks(circle)} wait for each other in different collectives"
-    advice = "a deadlock: ranks must call the collectives of all groups in one order; report it with these lines"
-    return [Finding(Level.ERROR, sentence, evidence, advice)]
-
-
-def _unrecorded(dumps: Mapping[int, RankDump], silent: Mapping[int, str], waits: Sequence[Wait]) -> list[Finding]:
-    """Report waits for ranks whose recorder no longer shows whether they have made the call."""
-    findings = []
-    for wait in waits:
-        ranks = [rank for rank in wait.unknown if rank not in silent and rank in dumps]
-        if ranks and not wait.absent:
-            sentence = f"{wait.line}: whether rank {name_ranks(ranks)} has called it is no longer recorded"
-            evidence = [place(dumps[rank]) for rank in ranks[:MOST_NAMED]]
-            advice = "run this again: suspect a rank that is in the same place both times"
-            findings.append(Finding(Level.ERROR, sentence, evidence, advice))
-    return findings
-
-
-def _mismatches(dumps: Mapping[int, RankDump], waits: Sequence[Wait]) -> list[Finding]:
-    """Report the groups whose ranks call different operations as their n-th collective."""
-    findings = {}
-    for wait in waits:
-        key = wait.call.group, wait.call.sequence
-        calls = {
-            rank: call
-            for rank in wait.ranks
-            if rank in dumps and not wait.call.is_p2p
-            for call in dumps[rank].collectives
-            if not call.is_p2p and (call.group, call.sequence) == key
-        }
-        if len({operation(call) for call in calls.values()}) > 1:
-            sentence = f"ranks of group {wait.group} call different collectives as their #{wait.call.sequence}"
-            evidence = [f"rank {rank}: {operation(one)} of {[*map(list, one.sizes)]}" for rank, one in calls.items()]
-            advice = "a defect of the program: report it with these lines"
-            findings[key] = Finding(Level.ERROR, sentence, evidence, advice)
-    return list(findings.values())
-
-
-def _slow_collectives(waits: Sequence[Wait]) -> list[Finding]:
-    """Report the collectives that all ranks of a group have called and that do not finish."""
-    findings: dict[tuple[str, int], Finding] = {}
-    for wait in waits:
-        if not wait.absent and not wait.unknown:
-            sentence = f"all ranks are in {wait.text}, since {wait.call.age_s:.0f} s on rank {wait.rank}"
-            findings.setdefault((wait.call.group, wait.call.sequence), Finding(Level.ERROR, sentence, (), NETWORK))
-    return list(findings.values())
-
-
-def _silent(silent: Mapping[int, str], waits: Sequence[Wait]) -> list[Finding]:
-    """Report the ranks that did not answer, by reason, with the waits that these ranks may cause."""
-    by_reason: dict[str, list[int]] = {}
-    for rank, reason in sorted(silent.items()):
-        by_reason.setdefault(reason, []).append(rank)
-    findings = []
-    for reason, ranks in by_reason.items():
-        evidence = [wait.line for wait in waits if set(ranks) & set(wait.unknown)]
+def _silent(silent: Mapping[int, str], waits: Sequence[Wait]) -> Iterator[Finding]:
+    """Yield the ranks that did not answer, by reason, with the waits that these ranks may cause."""
+    for reason in dict.fromkeys(silent.values()):
+        ranks = [rank for rank in sorted(silent) if silent[rank] == reason]
+        evidence = [wait.line for wait in waits if not {*wait.absent}.isdisjoint(ranks)]
         sentence = f"rank{'s' * (len(ranks) > 1)} {name_ranks(ranks)}: {reason}"
-        findings.append(Finding(Level.ERROR, sentence, evidence[:MOST_NAMED]))
-    return findings
+        yield Finding(Level.ERROR, sentence, evidence[:MOST_NAMED])
 
 
-def full_stacks(dumps: Mapping[int, RankDump], engines: Iterable[EngineStacks]) -> str:
-    """Return the stacks of all threads of the ranks, innermost call last, and of the engines, innermost call first."""
-    lines = []
+def _stacks(dumps: Mapping[int, RankDump]) -> Iterator[str]:
+    """Yield the innermost calls of the ranks, innermost last; ranks in the same place share the lines."""
+    ranks: dict[tuple[str, ...], list[int]] = {}
     for rank, dump in sorted(dumps.items()):
-        lines.append(f"rank {rank} on {dump.host}, pid {dump.pid}, in {_phases(dump)}")
-        for thread in dump.threads:
-            lines += [f"  thread {thread.name}", *(f"    {frame}" for frame in thread.frames)]
-    for engine in engines:
-        lines.append(f"engine of rank {engine.rank}, process {engine.process}, the innermost call first")
-        lines += [f"  {line}" for line in (engine.text or "no answer").splitlines()]
-    return "\n".join(lines)
+        ranks.setdefault(dump.stack, []).append(rank)
+    for stack, alike in ranks.items():
+        yield f"rank{'s' * (len(alike) > 1)} {name_ranks(alike)} {_place(dumps[alike[0]])}:"
+        yield from (f"  {frame}" for frame in stack[-STACK_LINES:])
 
 
-def shown_engines(engines: Iterable[EngineStacks]) -> list[Finding]:
-    """Return a finding with the innermost calls of all engine processes; an empty list without engines."""
-    lines = [f"rank {e.rank}, {e.process}: {' < '.join(e.frames[:3]) or 'no answer'}" for e in engines]
-    return [Finding(Level.OK, "processes of engines, the innermost call first", lines)] if lines else []
-
-
-def place(dump: RankDump) -> str:
-    """Return a sentence with a rank's phases and the innermost grpo_mp line of its main thread."""
-    frames = dump.threads[0].frames if dump.threads else ()
-    own = [match[1] for frame in frames if (match := PACKAGE.match(frame))]
-    where = f", at {own[-1]}" if own else ""
-    return f"rank {dump.rank} is in {_phases(dump)}{where}"
-
-
-def _phases(dump: RankDump) -> str:
-    return " > ".join(phase.text for phase in dump.phases) or "no phase"
-
-
-def main_stack(dump: RankDump) -> list[str]:
-    """Return a header and the innermost frames of a rank's main thread, innermost last."""
-    frames = dump.threads[0].frames if dump.threads else ()
-    return [f"rank {dump.rank} on {dump.host}, pid {dump.pid}:", *(f"  {frame}" for frame in frames[-STACK_LINES:])]
-
-
-def operation(call: Collective) -> str:
-    """Return the operation without the backend: 'all_reduce' for 'gloo:all_reduce'."""
-    return call.operation.rpartition(":")[2]
+def _place(dump: RankDump) -> str:
+    """Return a rank's phases and the innermost grpo_mp line of its main thread."""
+    own = [match[1] for frame in dump.stack if (match := PACKAGE.match(frame))]
+    return f"in {dump.phases or 'no phase'}{f', at {own[-1]}' if own else ''}"
 
 
 def name_ranks(ranks: Iterable[int]) -> str:

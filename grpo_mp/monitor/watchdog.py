@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from grpo_mp.monitor.rank_dump import PhaseTime
-
 STUCK_STATUS = 3  # exit status of a process that its watchdog ended
 BEFORE_EXIT_LIMIT_S = 5.0  # time limit of all `before_exit` functions together
 GRACE_S = 15.0  # delay after a limit until the C-level timer ends a process whose Python threads cannot run
@@ -69,10 +67,10 @@ class Watchdog:
                 self._deadlines = [other for other in self._deadlines if other is not deadline]
                 self._rearm()
 
-    def phases(self) -> list[PhaseTime]:
-        """Return the current phases, outermost first."""
+    def phases(self) -> str:
+        """Return the current phases with their durations, such as 'GENERATE for 3 s', the outermost first."""
         now_s = time.monotonic()
-        return [PhaseTime(one.phase, now_s - one.started_s) for one in list(self._deadlines)]
+        return " > ".join(f"{one.phase} for {now_s - one.started_s:.0f} s" for one in list(self._deadlines))
 
     def close(self) -> None:
         with self._changed:
