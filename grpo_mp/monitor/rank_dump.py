@@ -154,7 +154,7 @@ def read_dump(run_folder: Path, rank: int) -> RankDump | None:
 def last_calls(now_s: float) -> tuple[Collective, ...]:
     """Return this rank's pending calls and the last call of each group, from torch's flight recorder."""
     world = distributed_c10d._world
-    groups = {name: tuple(sorted(world.pg_group_ranks[group])) for group, name in list(world.pg_names.items())}
+    groups = {str(name): tuple(sorted(world.pg_group_ranks[group])) for group, name in list(world.pg_names.items())}
     calls = []
     for name in RECORDERS:
         if dump := getattr(torch._C._distributed_c10d, name, None):

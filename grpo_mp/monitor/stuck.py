@@ -113,7 +113,7 @@ def ask(process: psutil.Process) -> bool:
 
 def ask_engines(rank: int, process: psutil.Process) -> dict[str, Path]:
     """Signal the processes of the engine that a rank hosts; return title -> file to which each writes its stacks."""
-    files = {}
+    files: dict[str, Path] = {}
     for watcher in process.children():
         try:
             # SGLang overwrites a process's environment with its title, so the folder comes from the watcher.

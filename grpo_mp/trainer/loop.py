@@ -11,7 +11,7 @@ from grpo_mp.checkpoint.run_state import EXPORTS, FINAL, METRICS
 from grpo_mp.config.sections import RunConfig
 from grpo_mp.distributed.process_groups import all_gather, broadcast
 from grpo_mp.monitor.guards import MetricGuards
-from grpo_mp.monitor.reporter import Reporter
+from grpo_mp.monitor.reporter import EARLY_LIMIT_S, LIMIT_S, Reporter
 from grpo_mp.monitor.run_folder import read_metrics
 from grpo_mp.monitor.timeline import merge_traces
 from grpo_mp.policy.trained_model import UpdateReport
@@ -48,8 +48,9 @@ class TrainingLoop:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            self._reporter.finish(early=not self.is_done)
-        self._reporter.__exit__(kind, error, trace)
+            self._reporter.finish(LIMIT_S if self.is_done else EARLY_LIMIT_S)
+        else:
+            self._reporter.end_after(error)
 
     @property
     def is_done(self) -> bool:

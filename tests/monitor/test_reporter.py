@@ -114,11 +114,9 @@ from grpo_mp.utils.errors import UserError, exit_with
 from grpo_mp.monitor import reporter
 
 reporter.EARLY_LIMIT_S = float(sys.argv[2])
-try:
-    with reporter.Reporter(Path(sys.argv[1]), 0, lambda note: print(note, file=sys.stderr)):
-        raise UserError("entropy collapsed")
-except UserError as error:
-    exit_with(error)
+error = UserError("entropy collapsed")
+reporter.Reporter(Path(sys.argv[1]), 0, lambda note: print(note, file=sys.stderr)).end_after(error)
+exit_with(error)
 """
 
 
@@ -131,27 +129,19 @@ def test_an_error_is_told_before_the_report_is_waited_for(start: Callable[[int |
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-P", "-c", FAILING, str(run.folder), "0.5" if held else str(LIMIT_S)]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=2 * LIMIT_S)
-    notes = [f"warning: report: still being written, see {run.folder / 'logs' / 'report.log'}"] if held else []
-    assert (ended.returncode, ended.stderr.splitlines()) == (2, ["error: entropy collapsed", *notes])
+    notes = [line.partition(",")[0] for line in ended.stderr.splitlines()]
+    killed = ["warning: report: killed at the end of the run"] if held else []
+    assert (ended.returncode, notes) == (2, ["error: entropy collapsed", *killed])
     assert len(run.calls) == 1 - held
-    if held:
-        run.release()
-        wait_until(lambda: len(run.calls) == 1)
 
 
-def test_the_last_report_outlives_a_run_where_it_takes_long(
-    start: Callable[[int | None], Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("grpo_mp.monitor.reporter.LIMIT_S", 0.1)
+def test_a_last_report_that_takes_long_is_killed(start: Callable[[int | None], Run]) -> None:
     run = start(0)
     run.hold()
     run.reporter.end()
-    run.reporter.finish()
-    (process,) = run.running
-    assert process.rlimit(psutil.RLIMIT_CPU)[0] > 0
-    assert run.notes == [f"warning: report: still being written, see {run.folder / 'logs' / 'report.log'}"]
-    run.release()
-    run.wait_for_calls(1)
+    run.reporter.finish(0.1)
+    assert not run.running
+    assert [note.partition(",")[0] for note in run.notes] == ["warning: report: killed at the end of the run"]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, UserError])
@@ -161,7 +151,6 @@ def test_nobody_waits_after_ctrl_c_or_for_a_report_of_nothing(
     run = start(0)
     if error is KeyboardInterrupt:
         (run.folder / "metrics.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(error), run.reporter:
-        raise error("stopped")
+    run.reporter.end_after(error("stopped"))
     assert not run.running
     assert not run.calls
