@@ -12,10 +12,10 @@ from grpo_mp.batching.shared_prompts import SamplePrompt, make_units, unpack_uni
 from grpo_mp.config.sections import LayoutConfig, TrainingConfig
 from grpo_mp.utils.types import MicroBatch, PerToken, Sample
 
-FP8_ROWS = {"blockwise": 16, "tensorwise": 16, "mxfp8": 32}  # Megatron's get_fp8_align_size
+FP8_ROWS = 16  # Megatron's get_fp8_align_size of the blockwise recipe
 # With tensor parallelism, multiples of 128 keep the 128-token tiles equal before and after the all-gather, so that
 # Transformer Engine gathers FP8 values instead of bfloat16.
-GATHERED_FP8_ROWS = {"blockwise": 128, "tensorwise": 16, "mxfp8": 32}
+GATHERED_FP8_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def padding_multiple(layout: LayoutConfig, training: TrainingConfig) -> int:
     if not training.fp8_format:
         return 1
     rows = GATHERED_FP8_ROWS if layout.tensor > 1 else FP8_ROWS
-    return rows[training.fp8_recipe] * layout.tensor * layout.context
+    return rows * layout.tensor * layout.context
 
 
 def microbatches(

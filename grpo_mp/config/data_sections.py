@@ -159,11 +159,6 @@ class SampleConfig(Section):
         "or a list",
     )
     max_prompts: int | None = Field(None, gt=0, description="answer only the first prompts, up to this number")
-    deterministic: bool = Field(
-        True,
-        description="as engine.deterministic: a sampling that was killed gives the same answers; false is faster "
-        "on GPUs",
-    )
 
     @field_validator("filters", mode="before")
     @classmethod

@@ -303,7 +303,6 @@ class OptimizerConfig(Section):
     skip_grad_norm: float | None = Field(
         None, gt=0, description="gradient norm above which an update is skipped; null: only if it is not finite"
     )
-    max_skipped_updates: int = Field(3, ge=0, description="skipped updates in a row that stop the run; 0: never")
     offload: Literal["none", "step", "host"] = Field(
         "step",
         description="optimizer state of a GPU. none: stays on the device; step: on the host while engines "
@@ -329,11 +328,9 @@ class TrainingConfig(Section):
         "none", description="activations to recompute in the backward pass, to save memory"
     )
     fp8_format: Literal["e4m3", "hybrid"] | None = Field(
-        None, description="FP8 in linear layers (Megatron --fp8-format); not yet run on a GPU; null: model.dtype"
-    )
-    fp8_recipe: Literal["blockwise", "tensorwise", "mxfp8"] = Field(
-        "blockwise",
-        description="FP8 scaling (Megatron --fp8-recipe): blockwise for Hopper, as DeepSeek-V3; mxfp8 for Blackwell",
+        None,
+        description="FP8 in linear layers (Megatron --fp8-format), scaled in blocks as DeepSeek-V3; not yet run on a "
+        "GPU; null: model.dtype",
     )
     router_replay: Literal["none", "R2", "R3"] = Field(
         "none",
@@ -379,9 +376,6 @@ class CriticConfig(Section):
         None,
         description="model folder with the policy's vocabulary, or a reward model whose head is kept; null: "
         "model.path (verl critic.model.path, TRL reward_model_path)",
-    )
-    megatron_args: dict[str, Any] = Field(
-        {}, description="fields that replace training.megatron_args for the critic; null removes one"
     )
     lr: float = Field(
         1e-5, gt=0, description="highest learning rate, on the schedule of optimizer (verl critic.optim.lr)"

@@ -132,8 +132,8 @@ class Settings(Section):
                 "algorithm.advantage.baseline=critic takes the values of a critic, and critic is null: set it, e.g. "
                 "critic={lr: 1e-5}"
             )
-        critic = self.for_critic() if self.critic else None
-        if critic and self.model.trains_mtp and "pipeline_model_parallel_layout" in critic.training.megatron_args:
+        places_mtp = self.model.trains_mtp and "pipeline_model_parallel_layout" in self.training.megatron_args
+        if self.critic and places_mtp:
             raise ValueError(
                 "training.megatron_args.pipeline_model_parallel_layout places a multi-token-prediction layer, which a "
                 "critic lacks: leave it out, or set mtp_loss_scaling_factor=0"
@@ -379,13 +379,11 @@ class Settings(Section):
             "path": self.critic.path or self.model.path,
             "mtp_loss_scaling_factor": 0.0,
         }
-        megatron = self.training.megatron_args | self.critic.megatron_args
-        megatron = {name: value for name, value in megatron.items() if value is not None}
         return self.model_copy(
             update={
                 "model": self.model.model_copy(update=model | {"lora": None}),
                 "optimizer": self.optimizer.model_copy(update={"lr": self.critic.lr}),
-                "training": self.training.model_copy(update={"router_replay": "none", "megatron_args": megatron}),
+                "training": self.training.model_copy(update={"router_replay": "none"}),
                 "critic": None,
             }
         )
@@ -405,11 +403,7 @@ class Settings(Section):
     def for_sampling(self) -> "Settings":
         """Return the settings of `grpo-mp sample`, which answers the train prompts without training."""
         settings = self.without_training()
-        updates = {
-            "data": settings.data.model_copy(update={"eval": {}}),
-            "engine": settings.engine.model_copy(update={"deterministic": self.sample.deterministic}),
-        }
-        return settings.model_copy(update=updates)
+        return settings.model_copy(update={"data": settings.data.model_copy(update={"eval": {}})})
 
     def with_steps(self, prompts: int) -> "Settings":
         """Return the settings with `run.steps` computed from `run.epochs`, unless it is set. `prompts`: per epoch."""

@@ -149,7 +149,7 @@ def megatron_fields(interleaved: bool, model: Mapping[str, Any]) -> dict[str, An
     return dict.fromkeys(fusions, False) | {"use_cpu_initialization": True} | pipeline
 
 
-def fp8_fields(fp8_format: str | None, recipe: str) -> dict[str, Any]:
+def fp8_fields(fp8_format: str | None) -> dict[str, Any]:
     """Return the FP8 fields of Megatron's config; {} without FP8, and on a CPU.
 
     TransformerEngine's FP8 copies of the weights are not cached between micro-batches. They would stay in GPU memory
@@ -157,7 +157,7 @@ def fp8_fields(fp8_format: str | None, recipe: str) -> dict[str, Any]:
     """
     if fp8_format is None or not on_cuda():
         return {}
-    return {"fp8": fp8_format, "fp8_recipe": recipe, "disable_parameter_transpose_cache": True}
+    return {"fp8": fp8_format, "fp8_recipe": "blockwise", "disable_parameter_transpose_cache": True}
 
 
 def fused_fields(model: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from grpo_mp.models.value_head import (
     critic_config,
     critic_params,
 )
-from grpo_mp.policy.megatron_args import check_overrides
 from grpo_mp.policy.megatron_config import transformer_config
 from grpo_mp.policy.model import ValueModel
 from grpo_mp.policy.trained_model import TrainedModel, UpdateReport
@@ -112,19 +111,12 @@ def _check_size(settings: Settings, hf: HfConfig, policy: HfConfig) -> None:
 
 
 def _check_megatron(settings: Settings, hf: HfConfig, layout: LayoutConfig) -> None:
-    """Check that Megatron accepts the critic's model, layout and `critic.megatron_args`."""
-    assert settings.critic
-    own, fields = settings.for_critic(), settings.critic.megatron_args
-    for name in (name for name, value in fields.items() if value is None):
-        if name not in settings.training.megatron_args:
-            raise UserError(
-                f"critic.megatron_args.{name} is null, and training.megatron_args has none to take away: leave it out"
-            )
-    check_overrides(own.training.megatron_args)
+    """Check that Megatron accepts the critic's model and layout."""
+    own = settings.for_critic()
     try:
         transformer_config(layout, own.training, own.model.dtype, hf)
     except UserError as error:
-        raise UserError(f"critic: {error}; critic.megatron_args changes a field for the critic alone") from error
+        raise UserError(f"critic: {error}") from error
 
 
 def _check_tensors(model: ModelConfig, stored: HfConfig, where: str) -> None:

@@ -61,7 +61,7 @@ RESERVED = {  # fields that the run sets itself, with what to do instead
     "moe_enable_routing_replay": "set training.router_replay",
     **dict.fromkeys(("mtp_num_layers", "mtp_loss_scaling_factor"), "set model.mtp_loss_scaling_factor"),
     "fp8": "set training.fp8_format",
-    "fp8_recipe": "set training.fp8_recipe",
+    "fp8_recipe": "blockwise is the only one",
     "fp8_param": "weights stay in model.dtype: a weight sync and checkpoints read them",
     "fp8_param_gather": "weights stay in model.dtype: a weight sync and checkpoints read them",
     "perform_initialization": "every weight is read from the checkpoint",

@@ -35,7 +35,7 @@ def transformer_config(layout: LayoutConfig, training: TrainingConfig, dtype: st
     config_class = MLATransformerConfig if family.get("multi_latent_attention") else TransformerConfig
     values = family | _numerics(DTYPES[dtype]) | RECOMPUTE[training.recompute] | _layout(layout)
     values |= platform.megatron_fields(layout.virtual_pipeline is not None, family)
-    values |= platform.fp8_fields(training.fp8_format, training.fp8_recipe)
+    values |= platform.fp8_fields(training.fp8_format)
     values |= overrides_for(training.megatron_args, config_class)
     if hf.trains_mtp:
         values |= _multi_token_prediction(hf, values)

@@ -22,6 +22,7 @@ from grpo_mp.utils.errors import DiskError, EarlyStopError
 from grpo_mp.utils.phases import SAVE_WAIT, Phase
 
 SHOWN_PARAMETERS = 3  # names in a message
+MAX_SKIPPED_UPDATES = 3  # in a row: the policy has diverged, and further steps would only cost time
 
 
 class TrainingLoop:
@@ -140,7 +141,7 @@ def adapter_folder(export: Path) -> Path:
 def note_skipped(ctx: PolicyContext, reports: Sequence[UpdateReport], step: int, model: str = "") -> int:
     """Warn of a step's skipped updates; return the number of consecutive skipped updates at the end of the step.
 
-    `model`: "" for the policy, or "critic". Raises EarlyStopError at `optimizer.max_skipped_updates` in a row.
+    `model`: "" for the policy, or "critic". Raises EarlyStopError at MAX_SKIPPED_UPDATES in a row.
     """
     if not any(report.skipped for report in reports):
         return 0
@@ -149,10 +150,9 @@ def note_skipped(ctx: PolicyContext, reports: Sequence[UpdateReport], step: int,
     names = all_gather([name for report in reports for name in report.bad_gradients], ctx.parallel.cpu_group)
     sentence = describe_skipped(reports, sorted(set().union(*names)))
     text = f"step {step}: update{f' of the {model}' if model else ''} skipped, {max(counts)} in a row: {sentence}"
-    limit = ctx.settings.optimizer.max_skipped_updates
-    if limit and max(counts) >= limit:
+    if max(counts) >= MAX_SKIPPED_UPDATES:
         remedy = f"lower {model or 'optimizer'}.lr, or look at the samples (rollout.dump=true writes all of them)"
-        raise EarlyStopError(f"{text}; the run stops after optimizer.max_skipped_updates={limit}: {remedy}")
+        raise EarlyStopError(f"{text}; the run stops after {MAX_SKIPPED_UPDATES} skipped updates: {remedy}")
     ctx.progress.note(f"warning: {text}")
     return counts[-1]
 

@@ -161,7 +161,7 @@ SICKNESSES = {
     "skipped_updates": Sickness(
         "Updates whose gradient is above a limit are left out, and the limit is below what is usual.",
         "skipped_updates",
-        ("optimizer.skip_grad_norm=0.05", "optimizer.max_skipped_updates=99"),
+        ("optimizer.skip_grad_norm=0.45",),
         steps=8,
     ),
     "slow_engine": Sickness(

@@ -227,10 +227,10 @@ def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
     [
         ("run: {steps: 20}", ""),
         ("layout: {tensor: 2}", ""),
-        ("critic: {megatron_args: {num_layers_in_first_pipeline_stage: 2}}", ""),
+        ("training: {megatron_args: {num_layers_in_first_pipeline_stage: 2}}", ""),
         (
-            "critic: {megatron_args: {use_precision_aware_optimizer: true}}",
-            "critic.megatron_args.use_precision_aware_optimizer was None, is now True",
+            "training: {megatron_args: {use_precision_aware_optimizer: true}}",
+            "training.megatron_args.use_precision_aware_optimizer was None, is now True",
         ),
         ("engine: {args: {ep_size: 2}}", ""),
         ("training: {recompute: full}", ""),

@@ -50,6 +50,7 @@ def folders(tiny_run: TinyRun, start_job: StartJob, tmp_path_factory: pytest.Tem
     settings = (
         f"reward={{answer: 1.0, timeout_s: 600, functions: {{{folder / 'reward.py'}:letters: 1.0}}}}",
         f"sample.filters=[distinct, {{best: {{k: {KEPT_EACH}}}}}]",
+        "engine.deterministic=true",
         "engine.concurrent_groups=8",  # two rounds and more
     )
     two, one = folder / "two", folder / "one"

@@ -42,10 +42,9 @@ def test_settings_of_a_training_run_are_those_of_a_sampling(tiny_run: TinyRun) -
     job = command(tiny_run.config, "--samples", "2", "rollout.temperature=0.7", "training.router_replay=R3")
     settings = job.settings
     assert (settings.rollout.group_size, settings.rollout.temperature) == (2, 0.7)
-    assert (settings.data.eval, settings.engine.deterministic, settings.training.router_replay) == ({}, True, "none")
+    assert (settings.data.eval, settings.training.router_replay) == ({}, "none")
     assert job.folder == tiny_run.folder / "run" / "sample" / "model"
     assert len(job.prompts(preflight(job))) == TRAIN_PROMPTS
-    assert not command(tiny_run.config, "sample.deterministic=false").settings.engine.deterministic
     assert command(tiny_run.config, "algorithm=ppo").settings.critic is None
 
 
