@@ -4,14 +4,12 @@ Counted from the tensors that Megatron's layers allocate. With context and seque
 dense MLP hold the tokens of the context shard; norms and routed experts hold those of the sequence shard. Attention
 scores are never stored.
 
-With training.fp8_format, Transformer Engine saves the inputs of linear layers in FP8. Per micro-batch it also saves
-the quantized weights in two copies, row-wise and column-wise (modules `linear.py` and `grouped_linear.py`).
-
+With training.fp8_format, Transformer Engine also saves the quantized weights of each layer in two copies, row-wise and
+column-wise (modules `linear.py` and `grouped_linear.py`). That it saves some inputs in FP8 is not counted.
 """
 
 from grpo_mp.planner.clusters import OVERHEADS
 from grpo_mp.planner.job import PlannedJob
-from grpo_mp.planner.parameter_count import parameter_table
 from grpo_mp.policy.parameter_bytes import DTYPE_BYTES
 
 FP8_BYTES = 1 + 4 / 128  # per element of blockwise FP8: the value and 1/128 of a float32 scale
@@ -30,8 +28,8 @@ def activation_bytes(job: PlannedJob, stage: int, head: float) -> float:
         kept = len(layers) * tokens * job.model.hidden_size * DTYPE_BYTES[job.settings.model.dtype]
         working = max((backward_bytes(job, layer) for layer in layers), default=0.0)
     else:
-        kept = sum(layer_bytes(job, layer) for layer in layers)
-        working = max((backward_bytes(job, layer) - layer_bytes(job, layer) for layer in layers), default=0.0)
+        kept = sum(_layer_bytes(job, layer) for layer in layers) + len(layers) * _quantized_weight_bytes(job, stage)
+        working = max((backward_bytes(job, layer) - _layer_bytes(job, layer) for layer in layers), default=0.0)
     return kept * _microbatches_in_flight(job, stage) + max(0.0, working - head)
 
 
@@ -39,7 +37,7 @@ def forward_bytes(job: PlannedJob, stage: int) -> float:
     """Return the peak activation memory of a forward pass without gradients: that of the largest layer."""
     return max(
         (
-            _peak_elements(job, layer) * _element_bytes(job) + quantized_weight_bytes(job, layer, copies=1)
+            _peak_elements(job, layer) * _element_bytes(job) + _quantized_weight_bytes(job, stage, copies=1)
             for layer in job.stage_layers[stage]
         ),
         default=0.0,
@@ -63,36 +61,23 @@ def logits_bytes(job: PlannedJob, stage: int, backward: bool) -> float:
     chunk = rows * columns * (12 + dtype_bytes if backward else 8 + dtype_bytes % 4)
     hidden = job.microbatch_tokens / layout.context * model.hidden_size * dtype_bytes
     weights = 0 if job.settings.model.lora else columns * model.hidden_size * 4
-    return chunk + hidden + backward * (hidden + weights + _topk_bytes(job))
+    return chunk + hidden + backward * (hidden + weights)
 
 
-def _topk_bytes(job: PlannedJob) -> float:
-    """Return the bytes of the teacher's top-k logprobs and of the divergence's float64 intermediates."""
-    distillation = job.settings.algorithm.distillation
-    topk = distillation.topk or 0 if distillation else 0
-    return topk * job.microbatch_tokens / job.settings.layout.context * (4 * 4 + 8 * 8)
-
-
-def layer_bytes(job: PlannedJob, layer: int) -> float:
+def _layer_bytes(job: PlannedJob, layer: int) -> float:
     """Return the bytes that one layer saves of a micro-batch for its backward pass, without recomputation."""
     routed = _received_copies(job, layer) * (job.model.hidden_size + _expert_elements(job))
-    saved = (_dense_elements(job, layer) + routed) * _element_bytes(job)
-    if job.settings.training.fp8_format is None:
-        return saved
-    smaller = 1 - FP8_BYTES / DTYPE_BYTES[job.settings.model.dtype]
-    return saved - smaller * _fp8_elements(job, layer) * _element_bytes(job) + quantized_weight_bytes(job, layer)
+    return (_dense_elements(job, layer) + routed) * _element_bytes(job)
 
 
-def quantized_weight_bytes(job: PlannedJob, layer: int, copies: int = 2) -> float:
+def _quantized_weight_bytes(job: PlannedJob, stage: int, copies: int = 2) -> float:
     """Return the bytes of one layer's weights in FP8; 0 without training.fp8_format.
 
     `copies`: 2 where a backward pass follows (row-wise and column-wise), else 1.
     """
     if job.settings.training.fp8_format is None:
         return 0.0
-    layout = job.settings.layout
-    table = parameter_table(job.hf, layout.tensor, layout.expert, layout.expert_tensor)
-    return copies * FP8_BYTES * table.layers[layer].total
+    return copies * FP8_BYTES * job.parameter_counts[stage].total / max(1, len(job.stage_layers[stage]))
 
 
 def backward_bytes(job: PlannedJob, layer: int) -> float:
@@ -102,8 +87,9 @@ def backward_bytes(job: PlannedJob, layer: int) -> float:
     """
     outside = _dense_elements(job, layer) * (1 + OVERHEADS.activation_gradients)
     gradients = _received_copies(job, layer) * (2 * job.model.hidden_size + _expert_elements(job))
-    inside = layer_bytes(job, layer) / _element_bytes(job) + gradients
-    return max(outside, inside, _peak_elements(job, layer)) * _element_bytes(job)
+    return max(
+        outside, _layer_bytes(job, layer) / _element_bytes(job) + gradients, _peak_elements(job, layer)
+    ) * _element_bytes(job)
 
 
 def _peak_elements(job: PlannedJob, layer: int) -> float:
@@ -130,18 +116,6 @@ def _received_copies(job: PlannedJob, layer: int) -> float:
 def _expert_elements(job: PlannedJob) -> float:
     """Return the elements that an expert saves per token copy: gate and up outputs, and their weighted product."""
     return 3 * job.model.moe_ffn_hidden_size / job.settings.layout.expert_tensor
-
-
-def _fp8_elements(job: PlannedJob, layer: int) -> float:
-    """Return the elements per token that a layer saves in FP8: the inputs of both MLP matrices or expert matrices.
-
-    Inputs of attention's matrices save no memory: norm and attention also keep them in model.dtype.
-    """
-    model, layout = job.model, job.settings.layout
-    if not job.is_moe_layer(layer):
-        return (model.hidden_size + model.ffn_hidden_size) / layout.tensor
-    shared = model.shared_expert_size / layout.tensor
-    return shared + _received_copies(job, layer) * (model.hidden_size + _expert_elements(job) / 3)
 
 
 def _dense_elements(job: PlannedJob, layer: int) -> float:

@@ -1,7 +1,7 @@
 """GPU memory of SGLang servers: the engine with its draft layer, reward models, and a teacher."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from grpo_mp.models.families import family_of
 from grpo_mp.models.mapping import Rule
@@ -9,10 +9,8 @@ from grpo_mp.planner.clusters import OVERHEADS
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.parameter_count import rule_parameters
 from grpo_mp.policy.parameter_bytes import DTYPE_BYTES
-from grpo_mp.rewards.teacher import SECTION
 from grpo_mp.rollout.engine_layout import read_argument
 from grpo_mp.utils.errors import UserError
-from grpo_mp.utils.section import ServedModelConfig
 
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 
@@ -113,42 +111,25 @@ def _rule_bytes(job: PlannedJob, rule: Rule) -> float:
     return count.total * bytes_per_element(job, rule)
 
 
-@dataclass(frozen=True)
-class ServedMemory:
-    """Bytes of served models on one GPU, summed. While the models sleep, `weights` are on the host."""
+def served_memory(job: PlannedJob) -> dict[str, tuple[float, float]]:
+    """Return the bytes of weights and KV cache on one GPU of the reward model and of the teacher that the job serves.
 
-    servers: int  # number of servers, each with a process on each GPU
-    weights: float
-    kv_cache: float  # the part of mem_fraction_static that the weights leave
-
-
-def served_memory(job: PlannedJob) -> dict[str, ServedMemory]:
-    """Return the memory of the reward model and of the teacher, 0 for models that another job serves."""
-    model = job.settings.reward.model
-    rewards = {"reward.model": model} if model and model.folder else {}
-    distillation = job.settings.algorithm.distillation
-    own = {SECTION: distillation.teacher} if distillation and distillation.teacher.folder else {}
-    return {
-        "reward model": _served_memory(job, rewards),
-        "teacher": _served_memory(job, own),
-    }
+    While a model sleeps, its weights are on the host. The cache is the part of mem_fraction_static that weights leave.
+    """
+    distillation, model = job.settings.algorithm.distillation, job.settings.reward.model
+    models = {"reward model": model, "teacher": distillation.teacher if distillation else None}
+    sizes = {}
+    for name, served in models.items():
+        if served and served.folder:
+            weights = _folder_bytes(served.folder) / served.gpus_per_server
+            fraction = read_argument(served.args, "mem_fraction_static", OVERHEADS.mem_fraction_static)
+            sizes[name] = (weights, max(0.0, fraction * job.cluster.gpu_bytes - weights))
+    return sizes
 
 
-def _served_memory(job: PlannedJob, models: Mapping[str, ServedModelConfig]) -> ServedMemory:
-    weights = cache = 0.0
-    for section, model in models.items():
-        size = served_weight_bytes(section, model)
-        fraction = read_argument(model.args, "mem_fraction_static", OVERHEADS.mem_fraction_static)
-        weights += size
-        cache += max(0.0, fraction * job.cluster.gpu_bytes - size)
-    return ServedMemory(len(models), weights, cache)
-
-
-def served_weight_bytes(section: str, model: ServedModelConfig) -> float:
-    """Return the bytes of the model folder's weights on one GPU of a server."""
-    assert model.folder
-    kinds = (sum(file.stat().st_size for file in model.folder.glob(pattern)) for pattern in WEIGHT_FILES)
+def _folder_bytes(folder: Path) -> int:
+    kinds = (sum(file.stat().st_size for file in folder.glob(pattern)) for pattern in WEIGHT_FILES)
     size = next((size for size in kinds if size), 0)
     if not size:
-        raise UserError(f"{section}.folder={model.folder}: it has no weights ({', '.join(WEIGHT_FILES)})")
-    return size / model.gpus_per_server
+        raise UserError(f"{folder}: it has no weights ({', '.join(WEIGHT_FILES)})")
+    return size

@@ -11,12 +11,10 @@ from grpo_mp.config import Settings
 from grpo_mp.distributed.communicators import PIPELINE, communicators
 from grpo_mp.distributed.coordinates import coordinates
 from grpo_mp.distributed.layout import ModelShape
-from grpo_mp.models.fp8 import AT_ONCE
 from grpo_mp.planner.activations import activation_bytes, forward_bytes, logits_bytes
 from grpo_mp.planner.clusters import OVERHEADS
-from grpo_mp.planner.engine_memory import EngineMemory, ServedMemory, engine_memory, served_memory
+from grpo_mp.planner.engine_memory import EngineMemory, engine_memory, served_memory
 from grpo_mp.planner.job import PlannedJob
-from grpo_mp.planner.parameter_count import largest_adapted
 from grpo_mp.planner.sync_use import check_lengths, sync_round_bytes
 from grpo_mp.rollout.engine_layout import engine_host_ranks, engine_placements
 from grpo_mp.utils.phases import TRAINER, Phase, Residency
@@ -59,7 +57,6 @@ ALL_RESIDENT = Residency(
 # A rank that only trains waits while engines generate, and offloads nothing.
 ONLY_TRAINER = replace(ALL_RESIDENT, engine_weights=False, engine_cache=False, reward_model=False)
 OPTIMIZER_PIECE_BYTES = 2**28  # per buffer of the two through which policy/optimizer.py updates state on the host
-QUANTIZATION_BYTES = 2.0 * 4 * AT_ONCE  # two float32 copies of AT_ONCE elements
 NOT_OF_A_TRAINER = (SubPhase.GENERATE, SubPhase.OFFLOAD)
 ROUNDS_OF_AN_ENGINE = ROUNDS_IN_MEMORY - 1  # received, joined, and loaded; an engine rank sends none
 ROUNDS_OF_A_TRAINER = 2  # being sent, and packed to be sent next
@@ -102,13 +99,12 @@ def total_bytes(sizes: BytesByKind) -> float:
 
 def device_memory(job: PlannedJob, stage: int, engine: EngineMemory) -> dict[SubPhase, BytesByKind]:
     """Return the device memory by kind of a training rank of `stage`, in each sub-phase."""
-    shared, served = job.settings.shares_devices, served_memory(job)
-    processes = 1 + shared + sum(models.servers for models in served.values())
+    shared = job.settings.shares_devices
+    processes = 1 + shared + len(served_memory(job))
     in_use, suspended = communicator_bytes(job)
-    skipped = () if shared else NOT_OF_A_TRAINER
     memory: dict[SubPhase, BytesByKind] = {}
-    for sub_phase in _planned_phases(job):
-        if sub_phase in skipped:
+    for sub_phase in SFT_PHASES if job.trains_only else SubPhase:
+        if not shared and sub_phase in NOT_OF_A_TRAINER:
             continue
         resident = _resident(job, sub_phase)
         trainer = _present(_trainer_occupants(job, stage), resident) | _temporary_memory(job, stage, sub_phase)
@@ -119,14 +115,10 @@ def device_memory(job: PlannedJob, stage: int, engine: EngineMemory) -> dict[Sub
             **trainer,
             "fragments": OVERHEADS.fragmentation * total_bytes(trainer),
             **_present(_engine_occupants(engine), resident),
-            **_present(_served_occupants(served), resident),
+            **_present(_served_occupants(job), resident),
         }
         memory[sub_phase] = {kind: size for kind, size in sizes.items() if size}
     return memory
-
-
-def _planned_phases(job: PlannedJob) -> tuple[SubPhase, ...]:
-    return SFT_PHASES if job.trains_only else tuple(SubPhase)
 
 
 def _present(occupants: Iterator[Occupant], resident: Residency) -> dict[str, float]:
@@ -150,10 +142,10 @@ def _engine_occupants(engine: EngineMemory) -> Iterator[Occupant]:
     yield Occupant("CUDA graphs", "engine_cache", engine.cuda_graphs)
 
 
-def _served_occupants(served: Mapping[str, ServedMemory]) -> Iterator[Occupant]:
-    for name, models in served.items():
-        yield Occupant(name, "reward_model", models.weights)
-        yield Occupant(f"{name}'s cache", "reward_model", models.kv_cache)
+def _served_occupants(job: PlannedJob) -> Iterator[Occupant]:
+    for name, (weights, cache) in served_memory(job).items():
+        yield Occupant(name, "reward_model", weights)
+        yield Occupant(f"{name}'s cache", "reward_model", cache)
 
 
 def _resident(job: PlannedJob, sub_phase: SubPhase) -> Residency:
@@ -170,17 +162,13 @@ def engine_device_memory(job: PlannedJob, engine: EngineMemory) -> dict[SubPhase
 
     The rank that hosts the engine also has a process on this GPU, for the weight sync.
     """
-    staged = sync_round_bytes(job) * ROUNDS_OF_AN_ENGINE
     sizes = {
         "contexts": 2 * OVERHEADS.cuda_context,
         "communication": OVERHEADS.communicator + engine.communication,
         **_present(_engine_occupants(engine), ALL_RESIDENT),
     }
-    while_syncing = {
-        "sync rounds": staged,
-        "fragments": OVERHEADS.fragmentation * staged,
-        "quantization": QUANTIZATION_BYTES * job.engine_uses_fp8,  # matrices whose shards cut an FP8 block
-    }
+    staged = sync_round_bytes(job) * ROUNDS_OF_AN_ENGINE
+    while_syncing = {"sync rounds": staged, "fragments": OVERHEADS.fragmentation * staged}
     return {SubPhase.GENERATE: sizes, SubPhase.SYNC: sizes | while_syncing}
 
 
@@ -226,19 +214,10 @@ def _temporary_memory(job: PlannedJob, stage: int, sub_phase: SubPhase) -> dict[
         # The check follows: its sequences fill at least one chunk of logits.
         share = min(1.0, sum(check_lengths(job)) / job.microbatch_tokens)
         scored = max(share * forward_bytes(job, stage), logits_bytes(job, stage, backward=False))
-        return {
-            "sync rounds": staged,
-            "activations": max(0.0, scored - staged),
-            "quantization": QUANTIZATION_BYTES * job.engine_uses_fp8,
-            "merged weights": _merged_bytes(job),
-        }
+        return {"sync rounds": staged, "activations": max(0.0, scored - staged)}
     if sub_phase is SubPhase.SAVE and _exports(job.settings):
         # As in a sync, without the copy for the engine; a single rank has all tensors and needs no rounds.
-        return {
-            "export rounds": sync_round_bytes(job) * ROUNDS_OF_AN_ENGINE * (job.train_ranks > 1),
-            "quantization": QUANTIZATION_BYTES * job.settings.run.export_fp8,
-            "merged weights": _merged_bytes(job),
-        }
+        return {"export rounds": sync_round_bytes(job) * ROUNDS_OF_AN_ENGINE * (job.train_ranks > 1)}
     return {}
 
 
@@ -248,11 +227,6 @@ def _critic_activations(job: PlannedJob, stage: int, sub_phase: SubPhase, policy
     is_training = sub_phase is SubPhase.TRAIN
     needed = activation_bytes(job.critic, stage, 0.0) if is_training else forward_bytes(job.critic, stage)
     return {"critic activations": max(0.0, needed - total_bytes(policy))}
-
-
-def _merged_bytes(job: PlannedJob) -> float:
-    lora = job.settings.model.lora
-    return 2.0 * 4 * largest_adapted(job.hf, job.settings.layout, lora.targets) if lora else 0.0
 
 
 def _largest_tensor(model: ModelShape, tensor: int) -> float:
@@ -269,27 +243,23 @@ def host_memory(job: PlannedJob, engine: EngineMemory) -> dict[SubPhase, BytesBy
     nodes, hosts = set(), engine_host_ranks(engine_placements(job.settings.engine, job.world_size, job.gpus_per_node))
     for start in range(0, job.world_size, job.gpus_per_node):
         ranks = range(start, start + job.gpus_per_node)
-        nodes.add((tuple(_stage_of(job, rank) for rank in ranks), len(set(ranks).intersection(hosts)), start == 0))
+        nodes.add((tuple(_stage_of(job, rank) for rank in ranks), len(set(ranks).intersection(hosts))))
 
-    def node_memory(node: tuple[tuple[int | None, ...], int, bool], sub_phase: SubPhase) -> BytesByKind:
-        stages, hosted, is_first = node
+    def node_memory(stages: tuple[int | None, ...], hosted: int, sub_phase: SubPhase) -> BytesByKind:
         by_rank = [
-            engine_host_memory(job, engine) if stage is None else _rank_host_memory(job, sub_phase, stage, engine)
+            _engine_rank_host_memory(job, engine) if stage is None else _rank_host_memory(job, sub_phase, stage, engine)
             for stage in stages
         ]
         if job.settings.training.router_replay == "R3":
             by_rank.append({"routed experts": hosted * _kept_by_an_engines_host(job, sub_phase)})
-        if is_first and sub_phase is SubPhase.SAVE and job.settings.model.lora and _exports(job.settings):
-            # Rank 0 gathers all adapters before it exports the weights.
-            more = job.adapters * job.per_parameter.weights - _export_host_bytes(job)
-            by_rank.append({"export": max(0.0, more)})
         kinds = dict.fromkeys(kind for sizes in by_rank for kind in sizes)
         return {kind: sum(sizes.get(kind, 0) for sizes in by_rank) for kind in kinds}
 
+    skipped = () if job.settings.shares_devices else (SubPhase.OFFLOAD,)
     return {
-        sub_phase: max((node_memory(node, sub_phase) for node in nodes), key=total_bytes)
-        for sub_phase in _planned_phases(job)
-        if job.settings.shares_devices or sub_phase is not SubPhase.OFFLOAD
+        sub_phase: max((node_memory(*node, sub_phase) for node in nodes), key=total_bytes)
+        for sub_phase in (SFT_PHASES if job.trains_only else SubPhase)
+        if sub_phase not in skipped
     }
 
 
@@ -303,17 +273,16 @@ def _rank_host_memory(job: PlannedJob, sub_phase: SubPhase, stage: int, engine: 
     shared = job.settings.shares_devices
     served = served_memory(job)
     trained = job.policy_trained_counts[stage]
-    processes = shared + sum(models.servers for models in served.values())
     trained_bytes = trained.total * job.per_parameter.weights
     sizes = {
-        "processes": OVERHEADS.trainer_process + OVERHEADS.engine_process * processes,
+        "processes": OVERHEADS.trainer_process + OVERHEADS.engine_process * (shared + len(served)),
         "reference": trained_bytes * job.has_reference,
         "former weights": trained_bytes * job.settings.keeps_former_weights,
         "checkpoint": _checkpoint_host_bytes(job, sub_phase),
         "export": _export_host_bytes(job) * (sub_phase is SubPhase.SAVE and _exports(job.settings)),
         "engine weights": _backup_bytes(job, engine) * shared,
         "draft weights": engine.draft_weights * shared,
-        **{name: models.weights for name, models in served.items()},  # the host copy stays while a model is awake
+        **{name: weights for name, (weights, _) in served.items()},  # the host copy stays while a model is awake
     }
     has_begun = sub_phase not in BEFORE_TRAINING
     for prefix, model in job.models.items():
@@ -325,7 +294,7 @@ def _rank_host_memory(job: PlannedJob, sub_phase: SubPhase, stage: int, engine: 
         sizes[f"{prefix}weights"] = model.weight_bytes[stage] * copies * shared * has_begun
         sizes[f"{prefix}optimizer"] = sharded * state
     if job.settings.training.router_replay != "none":
-        experts = _routed_expert_bytes(job, sub_phase) + _engine_routed_expert_bytes(job, engine) * shared
+        experts = _replayed_bytes(job) / job.train_ranks * has_begun + _cached_expert_bytes(job, engine) * shared
         sizes["routed experts"] = experts
     if job.offloads and not RESIDENT[sub_phase].communicators:
         in_use, suspended = communicator_bytes(job)
@@ -343,24 +312,17 @@ def _export_host_bytes(job: PlannedJob) -> float:
     return min(2 * max(SHARD_BYTES, tensor) + tensor, max(tensor, folder / job.train_ranks))
 
 
-def engine_host_memory(job: PlannedJob, engine: EngineMemory) -> dict[str, float]:
-    """Return the host memory of an engine-only rank, in bytes by kind of occupant."""
+def _engine_rank_host_memory(job: PlannedJob, engine: EngineMemory) -> dict[str, float]:
+    """Return the host memory by kind of a rank that only hosts an engine."""
     processes = OVERHEADS.trainer_process + OVERHEADS.engine_process
     sizes = {"processes": processes, "engine weights": _backup_bytes(job, engine)}
     if job.settings.training.router_replay == "R3":
-        sizes["routed experts"] = _engine_routed_expert_bytes(job, engine)
+        sizes["routed experts"] = _cached_expert_bytes(job, engine)
     return sizes
 
 
 def _backup_bytes(job: PlannedJob, engine: EngineMemory) -> float:
     return engine.weights * bool(job.settings.engine.args.get("enable_weights_cpu_backup"))
-
-
-def _routed_expert_bytes(job: PlannedJob, sub_phase: SubPhase) -> float:
-    phases = tuple(SubPhase)
-    first = SubPhase.SCORE if job.settings.training.router_replay == "R3" else SubPhase.LOGPROB
-    is_kept = sub_phase in phases[phases.index(first) : phases.index(SubPhase.OFFLOAD)]
-    return _replayed_bytes(job) / job.train_ranks * is_kept
 
 
 def _kept_by_an_engines_host(job: PlannedJob, sub_phase: SubPhase) -> float:
@@ -378,7 +340,8 @@ def _replayed_bytes(job: PlannedJob) -> float:
     return tokens * model.num_moe_layers * model.experts_per_token * expert_id_bytes(model.num_experts)
 
 
-def _engine_routed_expert_bytes(job: PlannedJob, engine: EngineMemory) -> float:
+def _cached_expert_bytes(job: PlannedJob, engine: EngineMemory) -> float:
+    """Return the bytes that SGLang keeps for the tokens in an engine's KV cache: int32 for each layer."""
     slots = engine.kv_cache_tokens / job.engine_parallelism.replicas * (job.settings.training.router_replay == "R3")
     return 4 * slots * job.model.num_layers * job.model.experts_per_token
 

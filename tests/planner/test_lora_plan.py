@@ -41,10 +41,6 @@ def test_gradients_optimizer_and_checkpoints_are_of_adapters_alone() -> None:
         before = full.memory.device[stage][phase].get("logits", 0)
         gradient = 163840 // 2 * 2048 * 4 if stage == 1 else 0  # of the output layer, over two tensor ranks
         assert before - device.get("logits", 0) == gradient
-        sync = next(phase for phase in adapted.memory.device[stage] if phase.name == "SYNC")
-        # The gate and up projections of the dense layer, of 11,264 rows each.
-        assert adapted.memory.device[stage][sync]["merged weights"] == 2 * 11264 // 2 * 2048 * 8
-        assert "merged weights" not in full.memory.device[stage][sync]
     (weights, _), (all_weights, _) = save_uses(job), save_uses(full.job)
     assert weights.disk_bytes < 0.03 * all_weights.disk_bytes
     assert adapted.times[phase].expected_s < full.times[phase].expected_s  # no gradient of the weights
