@@ -4,12 +4,12 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, field_validator, model_validator
 
 from grpo_mp.config.registries import LOGGERS, ROLLOUT_FUNCTIONS
 from grpo_mp.models.families import MODEL_FAMILIES
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.utils.section import Section, as_bytes
+from grpo_mp.utils.section import Section
 
 DEFAULT_DTYPE = "bfloat16"  # model.dtype on GPUs
 PauseMode = Literal["retract", "in_place"]
@@ -345,7 +345,7 @@ class TrainingConfig(Section):
 class SyncConfig(Section):
     """Weights from the trainer to the engines after each step."""
 
-    bucket_bytes: int | None = Field(
+    bucket_bytes: ByteSize | None = Field(
         None,
         gt=0,
         description="memory of a rank for weights in transfer, at least four times the largest tensor; null: 1 "
@@ -361,8 +361,6 @@ class SyncConfig(Section):
         description="allowed mean logprob difference of engine and policy after a sync, in nats; null: 1.5 times "
         "the measured rounding noise",
     )
-
-    _parse_unit = field_validator("bucket_bytes", mode="before")(as_bytes)
 
 
 class CriticConfig(Section):

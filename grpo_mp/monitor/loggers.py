@@ -15,9 +15,9 @@ from torch.utils.tensorboard import SummaryWriter
 from grpo_mp.config.registries import LOGGERS
 from grpo_mp.monitor.curves import tensorboard_layout
 from grpo_mp.monitor.metrics import find_metric
+from grpo_mp.monitor.run_folder import parse_metrics
 from grpo_mp.utils.errors import DISK_ERRORS, UserError
 from grpo_mp.utils.files import write_atomically
-from grpo_mp.utils.metric_lines import parse_metrics
 from grpo_mp.utils.redact import without_secrets
 
 if TYPE_CHECKING:

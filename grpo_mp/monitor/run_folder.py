@@ -12,12 +12,12 @@ from grpo_mp.algorithms.evaluation import EvalScore, read_scores
 from grpo_mp.checkpoint.run_state import METRICS, SETTINGS
 from grpo_mp.monitor.samples import STEP_FILE, evenly_spaced
 from grpo_mp.utils.errors import UserError
-from grpo_mp.utils.metric_lines import parse_metrics
 from grpo_mp.utils.reading import check_regular, read_yaml, refuse_unreadable
 from grpo_mp.utils.redact import without_secrets
 
 LOGGER = logging.getLogger(__name__)
 SAMPLE_FILES = 40  # sample files to read of a run, evenly spaced, including the last
+LARGEST = 1e300  # larger metrics count as not finite, because their sums and differences may overflow
 NAMED = 5  # line numbers in a warning about damaged lines
 Line = Mapping[str, Any]
 MetricLine = Mapping[str, float]  # `step` and the metrics of the step; NaN: not finite
@@ -93,6 +93,14 @@ def read_metrics(file: Path) -> list[dict[str, float]]:
     if damaged:
         LOGGER.warning("%s: line %s is damaged and left out", file, ", ".join(map(str, damaged[:NAMED])))
     return [by_step[step] for step in sorted(by_step)]
+
+
+def parse_metrics(content: bytes) -> dict[str, float | None] | None:
+    """Return the metrics of a step by name, with None for values that are not finite, or None for an invalid line."""
+    line = _parse_object(content)
+    if "step" not in line or not all(isinstance(value, int | float | None) for value in line.values()):
+        return None
+    return {name: value if value is not None and abs(value) <= LARGEST else None for name, value in line.items()}
 
 
 def read_samples(file: Path) -> tuple[Line, ...]:

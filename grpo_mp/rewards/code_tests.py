@@ -13,7 +13,8 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
-from grpo_mp.utils.reading import did_you_mean_column, has_column, read_column, shorten
+from grpo_mp.utils.errors import did_you_mean
+from grpo_mp.utils.reading import has_column, read_column, shorten
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 # Keys under which a dictionary holds the tests.
@@ -64,7 +65,7 @@ def read_tests(columns: Mapping[str, Any], column: str, partial: bool = False) -
     if not has_column(columns, column):
         known = shorten(", ".join(map(str, columns)), 300) or "none"
         raise ValueError(
-            f"no column {column}{did_you_mean_column(column, columns)}, the row has: {known}: "
+            f"no column {column}{did_you_mean(column, columns)}, the row has: {known}: "
             "set reward.code.tests to the column of the tests"
         )
     value, context = _decoded(read_column(columns, column)), dict(columns)

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ByteSize, Field, field_validator, model_validator
 
 from grpo_mp.rewards.language import check_language
 from grpo_mp.utils.errors import did_you_mean
-from grpo_mp.utils.section import Section, ServedModelConfig, as_bytes
+from grpo_mp.utils.section import Section, ServedModelConfig
 
 STEPS = "steps"  # name under which step rewards are logged; not a term of the reward
 DATA_SET = "data_set"  # column that holds the name of a row's data set in a mixture
@@ -130,9 +130,9 @@ class SandboxLimits(Section):
 
     parallel: int = Field(4, gt=0, description="programs that run at one time on one rank")
     timeout_s: float = Field(5.0, gt=0, description="time limit of all tests of one response, in seconds")
-    memory_bytes: int = Field(512 * 2**20, gt=0, description="address space of each process of a program")
-
-    _unit = field_validator("memory_bytes", mode="before")(as_bytes)
+    memory_bytes: ByteSize = Field(
+        ByteSize(512 * 2**20), gt=0, description="address space of each process of a program"
+    )
 
 
 class CodeConfig(SandboxLimits):

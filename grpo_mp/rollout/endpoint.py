@@ -22,7 +22,6 @@ from grpo_mp.rollout.openai_requests import (
 )
 from grpo_mp.rollout.protocol import EpisodeLimitError, Policy
 from grpo_mp.utils.errors import EngineError, UserError
-from grpo_mp.utils.log import server_log
 
 LOGGER = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
@@ -85,9 +84,7 @@ async def _listen(sessions: Mapping[str, Session]) -> tuple[web.AppRunner, str]:
     app.router.add_post("/v1/chat/completions", partial(_serve, sessions))
     app.router.add_get("/v1/models", partial(_models, sessions))
     # Cancel the turn of a client that disconnects: nobody would read the response.
-    runner = web.AppRunner(
-        app, access_log=None, logger=server_log(__name__), handler_cancellation=True, shutdown_timeout=1.0
-    )
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
     await runner.setup()
     await web.TCPSite(runner, LOOPBACK, 0).start()
     return runner, f"http://{LOOPBACK}:{runner.addresses[0][1]}/v1"

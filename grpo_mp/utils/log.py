@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from grpo_mp.utils.errors import DISK_ERRORS
-
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 PYTHON_WARNINGS = "py.warnings"  # logger that captureWarnings sends warnings.warn to
 
@@ -67,18 +65,6 @@ def is_known_notice(record: logging.LogRecord) -> bool:
     return any(f"{record.name}.".startswith(f"{name}.") and message.startswith(text) for name, text in KNOWN_MESSAGES)
 
 
-def server_log(name: str) -> logging.Logger:
-    """Return the logger of an aiohttp server, without errors about malformed requests, which get status 400."""
-    log = logging.getLogger(name)
-    log.addFilter(_is_of_a_request)
-    return log
-
-
-def _is_of_a_request(record: logging.LogRecord) -> bool:
-    kind = record.exc_info[0] if record.exc_info else None
-    return kind is None or kind.__module__ != "aiohttp.http_exceptions"  # compare by name, to avoid importing aiohttp
-
-
 def log_file(run_folder: Path, rank: int) -> Path:
     """Return the path of the log file of a rank."""
     return run_folder / "logs" / f"rank_{rank}.log"
@@ -88,7 +74,8 @@ def log_file(run_folder: Path, rank: int) -> Path:
 def logging_to(file: Path, level: str) -> Iterator[None]:
     """Append log records of `level` and above, known notices included, to `file` while the body runs."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    handler = _DiskTolerantHandler(file, encoding="utf-8")
+    handler = logging.FileHandler(file, encoding="utf-8")
+    handler.handleError = lambda record: None  # type: ignore[method-assign]  # a full disk must not stop or flood a run
     handler.setFormatter(logging.Formatter(LOG_FORMAT))
     root = logging.getLogger()
     level_before = root.level
@@ -101,12 +88,3 @@ def logging_to(file: Path, level: str) -> Iterator[None]:
         root.setLevel(level_before)
         with suppress(OSError):  # closing flushes, which fails on a full disk
             handler.close()
-
-
-class _DiskTolerantHandler(logging.FileHandler):
-    """Drops records that cannot be written to a full or broken disk, so that logging never stops a run."""
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        error = sys.exception()
-        if not (isinstance(error, OSError) and error.errno in DISK_ERRORS):
-            super().handleError(record)

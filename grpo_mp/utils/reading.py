@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from grpo_mp.utils.errors import UserError, did_you_mean, one_line
+from grpo_mp.utils.errors import UserError, one_line
 
 YAML_BYTES = 2**18
 TEXT_BYTES = 2**28  # a hundred times the tensor index of the largest model
@@ -20,7 +20,6 @@ NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAME
 LONGEST_PATH = 400  # in a message, to be copied from it
 MISSING = object()  # marks a column that a row lacks; None is a value
 TAG = "tag:yaml.org,2002:"
-YAML_MARKS = "'\"|>&!"  # first characters of quoted text, blocks, anchors and tags
 # Stricter than YAML 1.1, in which 1:30 is 90, 010 is 8, and 2024-01-01 is a date. Here, these three are text.
 NUMBERS = {
     f"{TAG}int": re.compile(r"[-+]?(?:0|[1-9][0-9_]*)$|0x[0-9a-fA-F]+$"),
@@ -82,24 +81,14 @@ def read_yaml(file: Path) -> Any:
     return parse_yaml(read_text(file, YAML_BYTES), str(file))
 
 
-def parse_yaml(text: str, where: str, loader: "type[_Loader] | None" = None) -> Any:
+def parse_yaml(text: str, where: str) -> Any:
     """Parse YAML. Raises UserError for invalid YAML, duplicate keys and tags."""
     try:
-        return (loader or _Loader)(text).get_single_data()
+        return _Loader(text).get_single_data()
     except RecursionError as error:
         raise UserError(f"{where}: nested too deep: write it flat") from error
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{where}: not valid YAML: {one_line(error, None)}") from error
-
-
-def parse_override(text: str, where: str) -> Any:
-    """Parse the value of a command-line override as YAML without comments: # is an ordinary character.
-
-    Text without quotes is returned unchanged, except for surrounding spaces.
-    """
-    value = parse_yaml(text, where, _OverrideLoader)
-    is_plain = isinstance(value, str) and text.strip()[0] not in YAML_MARKS
-    return text.strip() if is_plain else value
 
 
 def read_json(file: Path, limit: int = TEXT_BYTES) -> Any:
@@ -147,20 +136,6 @@ def _inside(value: Any, name: str) -> Any:
     return MISSING
 
 
-def did_you_mean_column(name: str, columns: Mapping[str, Any]) -> str:
-    """Return ' (did you mean X?)' for the column closest to `name`, also inside other columns, or an empty string."""
-    names = list(_dotted_names(columns))
-    inside = [known for known in names if known.endswith(f".{name}")]
-    return f" (did you mean {inside[0]}?)" if inside else did_you_mean(name, names)
-
-
-def _dotted_names(columns: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in columns.items():
-        yield str(name)
-        if isinstance(value, Mapping):
-            yield from (f"{name}.{inner}" for inner in _dotted_names(value))
-
-
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
@@ -182,20 +157,9 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-class _OverrideLoader(_Loader):
-    """YAML loader without comments."""
-
-    def peek(self, index: int = 0) -> str:
-        char = str(super().peek(index))
-        return "x" if char == "#" else char  # the scanner finds comments with `peek`, but copies text with `prefix`
-
-
-def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
-    kept = {
-        first: [(tag, pattern) for tag, pattern in patterns if tag not in (*NUMBERS, f"{TAG}timestamp")]
-        for first, patterns in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-    return kept | {first: [*kept.get(first, ()), *NUMBERS.items()] for first in "-+.0123456789"}
-
-
-_Loader.yaml_implicit_resolvers = _resolvers()
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in patterns if tag not in (*NUMBERS, f"{TAG}timestamp")]
+    for first, patterns in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _tag, _pattern in NUMBERS.items():
+    _Loader.add_implicit_resolver(_tag, _pattern, list("-+.0123456789"))

@@ -1,4 +1,4 @@
-"""Base classes for sections of the settings, iteration over nested sections, and parsing of byte sizes."""
+"""Base classes for sections of the settings and iteration over nested sections."""
 
 import os
 import re
@@ -10,8 +10,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationIn
 
 from grpo_mp.utils.user_code import PYTHON_FILE
 
-UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-BYTES = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)(KiB|MiB|GiB|)", re.ASCII)
 VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)")
 BEGINS_AS_PATH = re.compile(r"(~\w*|\$\w+|\$\{\w+\})/")
 
@@ -36,16 +34,13 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _check_type(cls, value: Any, info: ValidationInfo) -> Any:
+    def _expand_paths(cls, value: Any, info: ValidationInfo) -> Any:
         annotation = cls.model_fields[info.field_name or ""].annotation
+        kinds = set(_types_in(annotation))
         if section_type(annotation):
             return value  # nested sections check their own values
-        kinds = set(_types_in(annotation))
-        for item in _scalars(value):
-            if isinstance(item, bool) and not kinds & {bool, Any} and kinds & {int, float}:
-                raise ValueError(f"expected a number, found {str(item).lower()}")
-            if Path in kinds and isinstance(item, str) and not item.strip():
-                raise ValueError("expected the name of a file or folder, found an empty one")
+        if isinstance(value, bool) and not kinds & {bool, Any} and kinds & {int, float}:
+            raise ValueError(f"expected a number, found {str(value).lower()}")
         return _mapped(value, lambda item: expand_path(item) if _is_path(item, kinds) else item)
 
 
@@ -65,18 +60,6 @@ def _types_in(annotation: Any) -> Iterator[Any]:
     yield annotation
     for inner in get_args(annotation):
         yield from _types_in(inner)
-
-
-def _scalars(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            yield name
-            yield from _scalars(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _scalars(item)
-    else:
-        yield value
 
 
 def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
@@ -107,15 +90,3 @@ def nested_sections(section: type[Section], path: str = "") -> Iterator[tuple[st
         if nested:
             chosen = ".NAME" if get_origin(field.annotation) is dict else ""
             yield from nested_sections(nested, f"{path}.{name}{chosen}".removeprefix("."))
-
-
-def parse_bytes(text: str) -> int:
-    """Parse a byte size: '512MiB' -> 536870912."""
-    if match := BYTES.fullmatch(text):
-        return int(float(match[1]) * UNITS[match[2]]) if match[2] else int(match[1])
-    raise ValueError(f"{text[:100]!r} is not a number of bytes: write 512MiB, 1GiB or a plain number")
-
-
-def as_bytes(value: Any) -> Any:
-    """Parse a byte size given as text; return values that are not text unchanged. For pydantic validators."""
-    return parse_bytes(value) if isinstance(value, str) else value

@@ -63,7 +63,7 @@ BAD: dict[type, tuple[Any, ...]] = {
     float: (float("nan"), float("inf"), "many", True, [1]),
     str: (3, True, ["x"]),
     bool: (2, "maybe", None),
-    Path: (3, "", None),
+    Path: (3, None),
 }
 NEEDED: dict[str, Any] = {  # sections that are off by default
     "reward.model": {"url": "http://x"},

@@ -78,7 +78,7 @@ def test_a_parquet_file_of_verl_is_read(tmp_path: Path, monkeypatch: pytest.Monk
     assert [prompt.text for prompt in prompts] == [f"How many apples? {number}+1" for number in range(3)]
     by_index = load(source, prompt_column="prompt.0.content", answer_column="extra_info.index")
     assert [(prompt.text, prompt.answer) for prompt in by_index] == [(p.text, str(p.index)) for p in prompts]
-    with pytest.raises(UserError, match=r"row 1: no column ground_truth \(did you mean reward_model.ground_truth\?\)"):
+    with pytest.raises(UserError, match="row 1: no column ground_truth, the row has:"):
         load(source, prompt_column="prompt", answer_column="ground_truth")
     with pytest.raises(UserError, match=r"expected an answer as text or number"):
         load(source, prompt_column="prompt", answer_column="reward_model")
@@ -93,5 +93,5 @@ def test_chats_are_read_inside_of_columns() -> None:
     split = Row("here", {"sample": {"asked": "a", "answered": "b"}})
     columns = ChatDataConfig(train="x", prompt_column="sample.asked", completion_column="sample.answered")
     assert [*read_chat(split, columns).messages] == chat
-    with pytest.raises(UserError, match=r"no column chat \(did you mean sample.chat\?\)"):
+    with pytest.raises(UserError, match="no column chat"):
         read_chat(row, ChatDataConfig(train="x", messages_column="chat"))
