@@ -7,6 +7,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
+from pydantic import ByteSize
 from pydantic.fields import FieldInfo
 
 from grpo_mp.algorithms.presets import PRESETS
@@ -31,6 +32,7 @@ RULE_COLUMNS = ("rule", "weight", "meaning", "what to try")
 SETTING_COLUMNS = ("setting", "type", "default", "description")
 TYPE_NAMES = {
     int: "integer",
+    ByteSize: "bytes",
     float: "number",
     str: "text",
     Path: "path",

@@ -11,8 +11,8 @@ import xxhash
 
 from grpo_mp.data.cursor import Mixture, mix_sets
 from grpo_mp.data.rows import Row, Rows
-from grpo_mp.utils.errors import UserError
-from grpo_mp.utils.reading import did_you_mean_column, has_column, read_column, shorten
+from grpo_mp.utils.errors import UserError, did_you_mean
+from grpo_mp.utils.reading import has_column, read_column, shorten
 
 ROWS_AT_ONCE = 1024  # rows in one call of the tokenizer
 Item = TypeVar("Item")
@@ -153,5 +153,5 @@ def column_of(row: Row, name: str, remedy: str) -> Any:
     if has_column(row.columns, name):
         return read_column(row.columns, name)
     known = shorten(", ".join(map(str, row.columns)), 300) or "none"
-    hint = did_you_mean_column(name, row.columns)
+    hint = did_you_mean(name, row.columns)
     raise UserError(f"{row.location}: no column {name}{hint}, the row has: {known}: {remedy}")
