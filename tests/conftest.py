@@ -3,9 +3,8 @@
 import os
 import random
 import signal
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,19 +148,3 @@ def _settings(folder: Path) -> dict[str, dict[str, object]]:
         "monitor": {"report_every": None},
         "sync": {"check_tolerance": 1.0e-4},
     }
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """Mount a file system of so many bytes."""
-    if os.geteuid() != 0:
-        pytest.skip("only root may mount")
-    folder = tmp_path / "disk"
-    folder.mkdir()
-
-    def mount(nbytes: int) -> Path:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", folder], check=True)
-        return folder
-
-    yield mount
-    subprocess.run(["umount", "--lazy", folder], check=False)

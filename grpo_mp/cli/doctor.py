@@ -18,10 +18,9 @@ each node (srun --overlap), then once more on any. The exit status is 1 if a ran
 5 s, or does not answer.
 """
 
-MACHINE = """Check whether this machine is fit to train: grpo-mp doctor machine [CONFIG] [section.key=value ...]
+MACHINE = """Check whether this machine is fit to train: grpo-mp doctor machine
 
-Checks GPUs, how fast ranks exchange tensors, shared and host memory, the versions of the tested set, and whether the
-packages with kernels load. With a settings file also the run folder's disk.
+Checks GPUs, how fast ranks exchange tensors, shared memory, and whether the packages with kernels load.
 """
 
 MODEL = """Find where policy and engine part from transformers on the same tokens: grpo-mp doctor model FOLDER
@@ -40,9 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     stuck.add_argument("run", type=Path, metavar="RUN", help="run.folder of a running run")
     limit = "seconds in which a rank must answer (default: 10)"
     stuck.add_argument("--timeout-s", type=non_negative, default=10.0, metavar="S", help=limit)
-    machine = commands.add_parser("machine", help="this machine: is it fit to train", description=MACHINE)
-    machine.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="settings file of a run")
-    machine.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings laid over the file's")
+    commands.add_parser("machine", help="this machine: is it fit to train", description=MACHINE)
     model = commands.add_parser("model", help="a model folder: where policy and engine part", description=MODEL)
     model.add_argument("folder", type=Path, metavar="FOLDER", help="Hugging Face folder")
     model.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="default: bfloat16")
@@ -62,10 +59,9 @@ def _stuck(args: argparse.Namespace) -> int:
 
 
 def _machine(args: argparse.Namespace) -> int:
-    from grpo_mp.config import load_any_settings
     from grpo_mp.doctor.machine import examine
 
-    findings = [*examine(load_any_settings(args.config, args.overrides) if args.config else None)]
+    findings = [*examine()]
     print(render(findings))
     return exit_status(findings)
 

@@ -1,14 +1,14 @@
-"""Check whether a machine is fit for training, in general or for a run with given settings."""
+"""Check whether a machine is fit for training."""
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,21 +18,16 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException, spawn
 
 from grpo_mp import platform
-from grpo_mp.config import Settings, SftSettings
-from grpo_mp.platform.machine_check import (
-    CORE,
-    SHARED_MEMORY,
-    check_device,
-    installed_versions,
-    quick_findings,
-    shared_memory_free,
-)
-from grpo_mp.policy.parameter_bytes import disk_need, policy_disk_need
-from grpo_mp.trainer.disk_check import check_disk
+from grpo_mp.platform.machine_check import check_device
 from grpo_mp.utils.errors import UserError, one_line
 from grpo_mp.utils.findings import Finding, Level
 from grpo_mp.utils.phases import GIB
 
+CORE = {  # package -> module
+    **{"torch": "torch", "megatron-core": "megatron.core", "sglang": "sglang", "transformers": "transformers"},
+    "transformer-engine": "transformer_engine",
+}
+SHARED_MEMORY, ENOUGH_SHARED_BYTES = "/dev/shm", 2**30
 CPU_RANKS = 2  # ranks that exchange tensors on a machine without a GPU
 EXCHANGE_LIMIT_S, IMPORT_LIMIT_S = 180.0, 300.0
 CUDA_BYTES, CPU_BYTES = 2**28, 2**22  # size of the exchanged tensor
@@ -51,20 +46,24 @@ OWNERS = {"amp_C": "apex"}  # module -> package, where the names differ
 REQUIRED = ("transformer_engine.pytorch", "torch_memory_saver", "sgl_kernel")  # required on a GPU
 
 
-def examine(settings: Settings | SftSettings | None) -> Iterator[Finding]:
-    """Yield the findings of all checks, good and bad. `settings`: run for which the disk is checked as well."""
+def examine() -> Iterator[Finding]:
+    """Yield the findings of all checks, good and bad."""
     count = torch.cuda.device_count() if platform.on_cuda() else 1
     yield from check_devices(count)
-    yield from quick_findings()
-    versions = ", ".join(f"{name} {version}" for name, version in installed_versions(CORE).items())
-    memory = psutil.virtual_memory()
-    free = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB of host memory are free"
-    yield Finding(Level.OK, versions)
-    yield Finding(Level.OK, f"{free}, {SHARED_MEMORY} has {shared_memory_free() / GIB:.1f} GiB")
+    yield from check_memory()
+    yield Finding(Level.OK, ", ".join(f"{name} {version(name)}" for name in CORE if find_spec(CORE[name])))
     yield from check_kernels()
-    if settings is not None:
-        yield from check_run_disk(settings)
     yield from check_exchange(count if platform.on_cuda() else CPU_RANKS)
+
+
+def check_memory() -> Iterator[Finding]:
+    """Yield how much host memory is free, and a warning if NCCL may have too little shared memory for its buffers."""
+    memory, free = psutil.virtual_memory(), psutil.disk_usage(SHARED_MEMORY).free
+    if platform.on_cuda() and free < ENOUGH_SHARED_BYTES:
+        sentence = f"{SHARED_MEMORY} has {free / 2**20:.0f} MiB free: NCCL may fail where GPUs do not reach each other"
+        yield Finding(Level.WARNING, sentence, (), "enlarge it (docker run --shm-size=16g), or empty it")
+    host = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB of host memory are free"
+    yield Finding(Level.OK, f"{host}, {SHARED_MEMORY} has {free / GIB:.1f} GiB")
 
 
 def check_devices(count: int) -> Iterator[Finding]:
@@ -116,24 +115,6 @@ def import_failure(module: str) -> str:
         return ""
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     return lines[-1][:300] if lines else f"the process ended with status {done.returncode}"
-
-
-def check_run_disk(settings: Settings | SftSettings) -> Iterator[Finding]:
-    """Yield whether the disk of the run folder is large and fast enough for the run."""
-    folder = settings.run.folder
-    try:
-        hf = settings.model.read_config()
-        need = disk_need(settings, hf) if isinstance(settings, Settings) else policy_disk_need(settings, hf)
-        warnings = [*check_disk(folder, need)]
-    except UserError as error:
-        yield Finding(Level.ERROR, str(error))
-        return
-    for sentence in warnings:
-        yield Finding(Level.WARNING, sentence)
-    place = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
-    free = shutil.disk_usage(place).free / GIB
-    sentence = f"the disk of {place.absolute()} has {free:.1f} GiB free, a checkpoint has {need.checkpoint / GIB:.1f}"
-    yield Finding(Level.OK, sentence)
 
 
 def check_exchange(count: int) -> Iterator[Finding]:

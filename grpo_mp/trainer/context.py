@@ -1,7 +1,7 @@
 """Open a job on one rank: join the process groups, start the engine, build the policy; close everything at the end."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,7 +38,6 @@ from grpo_mp.trainer.job import (
     build_critic,
     build_policy,
     join_run,
-    machine_notes,
     open_monitors,
     show_notes,
 )
@@ -117,7 +116,6 @@ class RankRuntime:
     timeline: Timeline
     watchdog: Watchdog
     progress: Progress
-    machine: Sequence[str]  # warnings of the machine check
 
 
 @contextmanager
@@ -133,7 +131,7 @@ def open_context(
         preemption = PreemptionHandler()
         dropped, recorded = ([], None) if inputs.replay else _recorded_groups(settings, inputs, runtime)
         greeting = greeting or _greeting(settings, inputs, job=job, state=state, recorded=recorded)
-        warnings = (*resumed.damages, *dropped, *inputs.warnings, *runtime.machine)
+        warnings = (*resumed.damages, *dropped, *inputs.warnings)
         show_notes(progress, job.rank, greeting=greeting, notes=resumed.changes, warnings=warnings)
         offload = platform.on_cuda() and settings.shares_devices and settings.model.offloads and not inputs.replay
         limit_s = settings.monitor.phase_timeout_s
@@ -275,7 +273,7 @@ def open_engines_only(settings: Settings, inputs: RunInputs, greeting: str) -> I
         job = runtime.job
         rollout = runtime.rollout
         progress = runtime.progress
-        show_notes(progress, job.rank, greeting=greeting, notes=(), warnings=(*inputs.warnings, *runtime.machine))
+        show_notes(progress, job.rank, greeting=greeting, notes=(), warnings=inputs.warnings)
         _start(runtime, START_TIMEOUT_S, offload=False, build=None)
         monitor = settings.monitor
         phases = PhaseManager(runtime.timeline, runtime.watchdog, progress, monitor.phase_timeout_s)
@@ -295,7 +293,6 @@ def _open_job(
     """Create the process groups, claim the run folder, place the engines, open the monitors; close all at the end."""
     resolved = dump_settings(settings)
     with join_run(settings, resolved, find_checkpoints, settings.engine.ranks) as (job, resumed), ExitStack() as stack:
-        machine = machine_notes(job)
         parts = RolloutParts(inputs.hf, inputs.tokenizer, inputs.scorer, inputs.episodes, inputs.teacher)
         rollout = Rollout(settings, parts, job.rank, job.world_size, load_weights, has_engines=inputs.replay is None)
         stack.enter_context(rollout)
@@ -304,7 +301,7 @@ def _open_job(
             stack.callback(inputs.teacher.close)
         folder, done = settings.run.folder, resumed.state.step
         with open_monitors(folder, job.rank, steps=steps, done=done, stops=(rollout.stop,)) as monitors:
-            yield RankRuntime(job, rollout, **vars(monitors), machine=machine), resumed
+            yield RankRuntime(job, rollout, **vars(monitors)), resumed
 
 
 def _start(

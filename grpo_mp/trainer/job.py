@@ -1,7 +1,5 @@
 """Start of every job: join the ranks, claim the run folder, find the checkpoint, open the monitors."""
 
-import os
-import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -11,12 +9,11 @@ from grpo_mp.checkpoint.run_lock import run_lock
 from grpo_mp.checkpoint.run_state import TrainState, check_run_folder, claim_run_folder, read_manifest, set_aside
 from grpo_mp.config import Settings, TrainerSettings
 from grpo_mp.data.template import set_template_date, template_date
-from grpo_mp.distributed.process_groups import Job, Parallel, all_gather, broadcast, join_job, stop_parallel
+from grpo_mp.distributed.process_groups import Job, Parallel, broadcast, join_job, stop_parallel
 from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.rank_dump import RankDumper
 from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.monitor.watchdog import Watchdog
-from grpo_mp.platform.machine_check import quick_findings
 from grpo_mp.policy.checkpoint import load_policy, load_reference
 from grpo_mp.policy.critic import Critic
 from grpo_mp.policy.policy import Policy
@@ -24,7 +21,6 @@ from grpo_mp.trainer.exit import PreemptionHandler, ignore_more_interrupts, repo
 from grpo_mp.trainer.phase_manager import PhaseManager
 from grpo_mp.trainer.save import CRITIC, CheckpointSaver
 from grpo_mp.utils.errors import UserError
-from grpo_mp.utils.findings import Finding, Level
 from grpo_mp.utils.log import log_file, logging_to
 
 FindCheckpoints = Callable[[], Sequence[Path]]
@@ -183,24 +179,3 @@ def _first_whole(checkpoints: Iterable[Path]) -> tuple[Path | None, dict[Path, s
         else:
             return folder, damages
     return None, damages
-
-
-def machine_notes(job: Job) -> list[str]:
-    """Return a warning per finding of the machine check; on all ranks, raise UserError if a node is unfit."""
-    findings = quick_findings() if int(os.environ.get("LOCAL_RANK", 0)) == 0 else []
-    return describe_findings(all_gather((socket.gethostname(), findings), job.group))
-
-
-def describe_findings(by_rank: Sequence[tuple[str, Sequence[Finding]]]) -> list[str]:
-    """Return a sentence for each finding, with the hosts that have it; `by_rank`: host and findings of each rank."""
-    hosts: dict[tuple[str, str], dict[str, None]] = {}
-    errors = set[tuple[str, str]]()
-    for host, findings in by_rank:
-        for finding in findings:
-            key = finding.sentence, finding.advice
-            hosts.setdefault(key, {})[host] = None
-            errors |= {key} if finding.level is Level.ERROR else set()
-    sentences = {key: f"{', '.join(names)}: {key[0]}: {key[1]}" for key, names in hosts.items()}
-    if errors:
-        raise UserError("; ".join(text for key, text in sentences.items() if key in errors))
-    return list(sentences.values())

@@ -31,7 +31,6 @@ from grpo_mp.monitor.loggers import MakeLogger, load_loggers
 from grpo_mp.monitor.metrics import find_metric
 from grpo_mp.policy.critic import check_critic
 from grpo_mp.policy.megatron_config import DTYPES
-from grpo_mp.policy.parameter_bytes import disk_need
 from grpo_mp.policy.policy import check_policy
 from grpo_mp.rewards.code import check_row_tests
 from grpo_mp.rewards.scorer import Scorer
@@ -49,7 +48,6 @@ from grpo_mp.rollout.episodes import EpisodeParts, load_episode_parts
 from grpo_mp.rollout.reward_servers import check_served_models, check_tokens
 from grpo_mp.rollout.routed_experts import check_routed_experts
 from grpo_mp.rollout.sglang_source import argument_names
-from grpo_mp.trainer.disk_check import check_disk
 from grpo_mp.trainer.replay import ReplayedRollouts, open_replay
 from grpo_mp.utils.errors import UserError
 from grpo_mp.weight_sync.wire import WireFormat
@@ -116,7 +114,6 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> R
         *scorer.warnings,
         *(sentence for prompts in (train, *evals.values()) for sentence in prompts.warnings),
         *start_warnings(settings, fp8),
-        *check_disk(settings.run.folder, disk_need(settings, hf)),
         *unasked,
     )
     return RunInputs(

@@ -19,7 +19,6 @@ from grpo_mp.trainer.job import (
     Resumed,
     build_policy,
     join_run,
-    machine_notes,
     open_monitors,
     show_notes,
 )
@@ -69,7 +68,7 @@ def open_sft_context(
             f"{run.folder}: {start}; {settings.model.path} on {job.world_size} ranks, "
             f"{settings.sft.batch_size} samples a step"
         )
-        warnings = (*resumed.damages, *inputs.warnings, *machine_notes(job))
+        warnings = (*resumed.damages, *inputs.warnings)
         show_notes(progress, job.rank, greeting=greeting, notes=resumed.changes, warnings=warnings)
         parallel = make_parallel(job, settings.layout, run.seed, limit_s)
         with (

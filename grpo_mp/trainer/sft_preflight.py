@@ -11,9 +11,7 @@ from grpo_mp.data.supervised import ChatEncoder
 from grpo_mp.models.hf_config import HfConfig, check_positions
 from grpo_mp.models.tokenizer import read_tokenizer
 from grpo_mp.monitor.loggers import MakeLogger, load_loggers
-from grpo_mp.policy.parameter_bytes import policy_disk_need
 from grpo_mp.policy.policy import check_policy
-from grpo_mp.trainer.disk_check import check_disk
 from grpo_mp.trainer.preflight import check_export, check_place
 
 
@@ -45,9 +43,7 @@ def run_sft_preflight(settings: SftSettings, world_size: int) -> SftInputs:
     check_same_data(settings.run.folder, train.digest)
     train.check_size("sft.batch_size", settings.sft.batch_size, "samples", settings.data.train)
     evals = load_held_out_chats(reader)
-    need = policy_disk_need(settings.with_steps(train.epoch_size), hf)
-    of_data = (sentence for chats in (train, *evals.values()) for sentence in chats.warnings)
-    warnings = (*of_data, *check_disk(settings.run.folder, need))
+    warnings = tuple(sentence for chats in (train, *evals.values()) for sentence in chats.warnings)
     return SftInputs(hf, tokenizer, train=train, evals=evals, make_loggers=make_loggers, warnings=warnings)
 
 

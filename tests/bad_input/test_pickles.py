@@ -11,6 +11,7 @@ RUNS_DATA = {
 # Each of them with the reason why it may: what is read, and by whom it was written.
 ALLOWED = {
     "batching/exchange.py: pickle.loads": "samples of another rank, by the job's own process group",
+    "checkpoint/torch_dist.py: torch.load": "weights_only",
     "config/other_trainers.py: yaml.safe_load": "shipped with the package",
     "doctor/activations.py: torch.load": "weights_only",
     "policy/checkpoint.py: torch.load": "weights_only",

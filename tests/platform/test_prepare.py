@@ -42,7 +42,7 @@ def test_cuda_calls_become_cpu_calls():
 
 def test_code_is_cached_in_the_users_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     (tmp_path / "m.py").write_text("a = 'cuda'")
     loader = import_hook._Loader("m", str(tmp_path / "m.py"), None)
     assert run(loader.get_code("m"))["a"] == "cpu"
