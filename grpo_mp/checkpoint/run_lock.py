@@ -26,14 +26,14 @@ def run_lock(folder: Path, wait_s: float = WAIT_S) -> Iterator[None]:
     """Hold the run folder's lock inside the context; wait up to `wait_s` seconds for another job to release it."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("a+") as file:
-        deadline_s = time.monotonic() + wait_s
+        deadline_s, message = time.monotonic() + wait_s, ""
         while not _take(file):
-            file.seek(0)
-            holder = file.read().strip() or "unknown"
+            if not message:
+                file.seek(0)
+                message = f"{folder}: another job writes there ({file.read().strip()})"
+                LOGGER.warning("%s: waiting up to %g s for it", message, wait_s)
             if time.monotonic() > deadline_s:
-                raise UserError(f"{folder}: another job writes there ({holder}): stop it, or choose another run.folder")
-            if deadline_s - time.monotonic() > wait_s - POLL_S:
-                LOGGER.warning("%s: another job writes there (%s): waiting up to %g s for it", folder, holder, wait_s)
+                raise UserError(f"{message}: stop it, or choose another run.folder")
             time.sleep(POLL_S)
         file.truncate(0)
         job = os.environ.get("SLURM_JOB_ID")
@@ -43,10 +43,7 @@ def run_lock(folder: Path, wait_s: float = WAIT_S) -> Iterator[None]:
 
 
 def _take(file: IO[str]) -> bool:
-    """Try to lock a file; return False if another process holds the lock.
-
-    A POSIX record lock is used, because child processes do not inherit it and network file systems support it.
-    """
+    # A POSIX record lock, because child processes do not inherit it and network file systems support it.
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
-from grpo_mp.checkpoint.settings_changes import describe_changes, settings_changes, write_inputs
+from pydantic import ConfigDict, TypeAdapter
+
+from grpo_mp.checkpoint.settings_changes import describe_changes, settings_changes, write_date
 from grpo_mp.data.cursor import Cursor
 from grpo_mp.utils.errors import UserError, one_line
 from grpo_mp.utils.files import remove_incomplete, sync_to_disk, write_atomically, write_json
@@ -22,16 +23,17 @@ FINAL = "final"  # the exported Hugging Face folder
 ROLLOUTS = "rollouts"  # folder of the responses generated since the last FALLBACKS checkpoints
 FALLBACKS = 2  # newest checkpoints after which rollouts are kept, so that a resume can skip a damaged checkpoint
 CHECKPOINTS = "checkpoints"
-MODEL = "config.json"
 PROCESSES = "processes"  # folder with the host and process id of each rank, and its stack traces on request
 METRICS = "metrics.jsonl"  # one line per step
 EXPORTS = "exports"  # folder of the Hugging Face folders that are exported during the run
-STEP = re.compile(r"step_([0-9]{6,})")  # folders with other names are copies that users made
+STEP = re.compile(r"step_([0-9]{6}|[1-9][0-9]{6,})")  # folders with other names are copies that users made
 
 
 @dataclass(frozen=True)
 class TrainState:
     """State between two steps, from which a run resumes."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     step: int = 0  # number of finished steps
     optimizer_step: int = 0
@@ -67,7 +69,7 @@ def read_manifest(folder: Path) -> TrainState:
     hint = f"copy it again, or rename {folder.name} to resume from the one before"
     try:
         manifest = read_json(folder / MANIFEST)
-        state, sizes = _parse_state(manifest["state"]), dict(manifest["files"])
+        state, sizes = TypeAdapter(TrainState).validate_python(manifest["state"]), dict(manifest["files"])
     except (UserError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{folder / MANIFEST}: not a checkpoint manifest ({one_line(error)}): {hint}") from error
     for name, size in sizes.items():
@@ -130,11 +132,10 @@ def check_run_folder(run_folder: Path, resolved: str, resume: bool) -> None:
     checkpoint = latest_checkpoint(run_folder)
     file = run_folder / SETTINGS
     if checkpoint is None and not (run_folder / METRICS).exists():
-        _check_content(run_folder)
         return
     difference = f"it has no {SETTINGS}"
     if file.exists():
-        changes = settings_changes(read_yaml(file), parse_yaml(resolved, "settings"), run_folder)
+        changes = settings_changes(read_yaml(file), parse_yaml(resolved, "settings"))
         refused = next((change for change in changes if not change.allowed), None)
         difference = f"{refused.name} was {refused.before!r}, is now {refused.now!r}" if refused else ""
     if difference:
@@ -145,15 +146,6 @@ def check_run_folder(run_folder: Path, resolved: str, resume: bool) -> None:
         raise UserError(f"{run_folder} has checkpoints of this run: set run.resume=auto to resume it, or move it away")
     if checkpoint and not saved_step(run_folder):
         read_manifest(checkpoint)  # all checkpoints are damaged: raise the error of the newest
-
-
-def _check_content(run_folder: Path) -> None:
-    names = (ROLLOUTS, PROCESSES, f"{CHECKPOINTS}/step_*", MODEL)
-    found = next((path for name in names for path in run_folder.glob(name)), None)
-    if found and not (run_folder / SETTINGS).exists():
-        raise UserError(
-            f"{run_folder} is no run's (it has no {SETTINGS}), and holds {found}: choose another run.folder"
-        )
 
 
 def check_same_data(run_folder: Path, data: str) -> None:
@@ -173,7 +165,7 @@ def resumable_checkpoints(run_folder: Path, data: str) -> list[Path]:
 
 
 def claim_run_folder(run_folder: Path, resolved: str) -> list[str]:
-    """Write the settings and the digests of the inputs into the run folder, after `check_run_folder`.
+    """Write the settings and the date of the start into the run folder, after `check_run_folder`.
 
     Return a sentence for each changed setting. Delete rollouts of a run with other settings that never finished a step,
     and unfinished files of killed processes. Only one rank calls this, before other ranks write to the folder.
@@ -181,17 +173,16 @@ def claim_run_folder(run_folder: Path, resolved: str) -> list[str]:
     file, sentences = run_folder / SETTINGS, list[str]()
     if file.exists():
         old, new = read_yaml(file), parse_yaml(resolved, "settings")
-        changes = settings_changes(old, new, run_folder)
-        if not all(change.allowed for change in changes):
+        if not all(change.allowed for change in settings_changes(old, new)):
             shutil.rmtree(run_folder / ROLLOUTS, ignore_errors=True)
         if (run_folder / METRICS).exists():
-            sentences = describe_changes(old, new, run_folder)
+            sentences = describe_changes(old, new)
         shutil.rmtree(run_folder / PROCESSES, ignore_errors=True)  # left by ranks that were killed
         for checkpoint in (run_folder / CHECKPOINTS).glob("step_*"):  # delete those left by a killed save or deletion
             if STEP.fullmatch(checkpoint.name) and not (checkpoint / MANIFEST).exists():
                 shutil.rmtree(checkpoint, ignore_errors=True)
         remove_incomplete(run_folder)
-    write_inputs(run_folder, resolved)
+    write_date(run_folder)
     write_settings(run_folder, resolved)
     return sentences
 
@@ -203,19 +194,9 @@ def write_settings(run_folder: Path, resolved: str) -> None:
 
 def complete_checkpoints(run_folder: Path) -> list[Path]:
     """Return the folders of a run's complete checkpoints, oldest first, without copies under other names."""
-    steps = {path: STEP.fullmatch(path.name) for path in (run_folder / CHECKPOINTS).glob("step_*")}
-    numbers = {path: int(step[1]) for path, step in steps.items() if step and (path / MANIFEST).is_file()}
-    own = [path for path, number in numbers.items() if path == checkpoint_folder(run_folder, number)]
-    return sorted(own, key=lambda path: numbers[path])
-
-
-def _parse_state(tree: dict[str, Any]) -> TrainState:
-    values = dict(tree)
-    if cursor := values["cursor"]:
-        values["cursor"] = Cursor(**{**cursor, "deferred": tuple(cursor["deferred"])})
-    values["skipped_until"] = {int(prompt): last for prompt, last in values["skipped_until"].items()}
-    values["solve_rates"] = {int(prompt): tuple(rates) for prompt, rates in values["solve_rates"].items()}
-    return TrainState(**values)
+    folders = (run_folder / CHECKPOINTS).glob("step_*")
+    complete = [path for path in folders if STEP.fullmatch(path.name) and (path / MANIFEST).is_file()]
+    return sorted(complete, key=checkpoint_step)
 
 
 def set_aside(folder: Path) -> Path:

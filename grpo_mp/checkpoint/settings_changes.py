@@ -1,12 +1,8 @@
-"""Find the settings that differ between a run and an attempt to resume it.
-
-Two model paths count as equal if the contents of the models are equal. RUN/inputs.json has the digests of the models,
-and the date that chat templates insert into prompts.
-"""
+"""Find the settings that differ between a run and an attempt to resume it, and keep the date of its first start."""
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -15,12 +11,11 @@ from typing import Any
 from grpo_mp.config import Settings, SftSettings
 from grpo_mp.config.settings import default_value
 from grpo_mp.data.template import set_template_date, template_date
-from grpo_mp.models.folder_digest import model_digest
 from grpo_mp.utils.files import write_json
-from grpo_mp.utils.reading import parse_yaml, read_json
+from grpo_mp.utils.reading import read_json
 from grpo_mp.utils.redact import without_secrets
 
-INPUTS = "inputs.json"
+INPUTS = "inputs.json"  # file with the date that chat templates insert into prompts
 # Settings that may change at a resume: length of the run, files it writes, layout and engines, learning rate, time
 # limits, evaluation.
 CHANGEABLE = re.compile(
@@ -49,62 +44,34 @@ class Change:
         return bool(CHANGEABLE.fullmatch(self.name))
 
 
-def settings_changes(old: Any, new: Any, run_folder: Path) -> list[Change]:
+def settings_changes(old: Any, new: Any) -> list[Change]:
     """Return the differences between two nested dictionaries of settings; missing settings have default values."""
-    digests = _read_inputs(run_folder).get("models", {})
     old_values, new_values = dict(_dotted(old)), dict(_dotted(new))
     root, changes = SftSettings if "sft" in new else Settings, []
     for name in new_values | old_values:
-        change = Change(name, *(values.get(name, default_value(name, root)) for values in (old_values, new_values)))
-        if change.before == change.now or PLACES.fullmatch(name):
-            continue
-        if not (MODELS.fullmatch(name) and _is_same_model(change, digests)):
-            changes.append(change)
+        before, now = (values.get(name, default_value(name, root)) for values in (old_values, new_values))
+        is_moved = MODELS.fullmatch(name) and os.path.realpath(str(before)) == os.path.realpath(str(now))
+        if before != now and not is_moved and not PLACES.fullmatch(name):
+            changes.append(Change(name, before, now))
     return changes
 
 
-def describe_changes(old: Any, new: Any, run_folder: Path) -> list[str]:
+def describe_changes(old: Any, new: Any) -> list[str]:
     """Return a sentence for each changed setting, with secrets removed."""
-    changes = settings_changes(without_secrets(old), without_secrets(new), run_folder)
+    changes = settings_changes(without_secrets(old), without_secrets(new))
     return [f"resume: {change.name} {_shown(change.before)} -> {_shown(change.now)}" for change in changes]
 
 
 def use_template_date(run_folder: Path) -> None:
-    """Set the date that chat templates insert to the date recorded in the run folder, if any."""
-    if day := _read_inputs(run_folder).get("date"):
-        set_template_date(date.fromisoformat(day))
+    """Set the date that chat templates insert to the date of the run's first start, if any."""
+    if (run_folder / INPUTS).exists():
+        set_template_date(date.fromisoformat(read_json(run_folder / INPUTS)["date"]))
 
 
-def write_inputs(run_folder: Path, resolved: str) -> None:
-    """Write inputs.json: the date of the run, and digests of the models in its settings. Recorded values are kept."""
-    before = _read_inputs(run_folder)
-    digests = before.get("models", {})
-    paths = {value for name, value in _dotted(parse_yaml(resolved, "settings")) if value and MODELS.fullmatch(name)}
-    models = {path: digests.get(path) or _digest_of_model(path) for path in sorted(paths)}
-    now = {"date": before.get("date", template_date().isoformat()), "models": models}
-    if now != before:
-        write_json(run_folder / INPUTS, now)
-
-
-def _read_inputs(run_folder: Path) -> Mapping[str, Any]:
-    content = read_json(run_folder / INPUTS) if (run_folder / INPUTS).exists() else {}
-    return content if isinstance(content, dict) else {}
-
-
-def _is_same_model(change: Change, digests: Mapping[str, str]) -> bool:
-    before, now = change.before, change.now
-    if not (isinstance(before, str) and isinstance(now, str)):
-        return False
-    return os.path.realpath(before) == os.path.realpath(now) or bool(
-        digests.get(before) and digests[before] == _digest_of_model(now)
-    )
-
-
-def _digest_of_model(path: str) -> str:
-    try:
-        return model_digest(Path(path))
-    except OSError:
-        return ""
+def write_date(run_folder: Path) -> None:
+    """Record the date of the run's first start."""
+    if not (run_folder / INPUTS).exists():
+        write_json(run_folder / INPUTS, {"date": template_date().isoformat()})
 
 
 def _shown(value: Any) -> str:

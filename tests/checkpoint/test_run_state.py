@@ -142,20 +142,6 @@ def test_a_new_folder_is_claimed_and_resumed(tmp_path: Path) -> None:
     check_run_folder(run, RESOLVED.replace("steps: 10", "steps: 99").replace("save_every: 2", "save_every: 5"), True)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["rollouts/mine.jsonl", "checkpoints/step_001000/model.safetensors"],
-)
-def test_what_no_run_has_left_is_refused_and_stays(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / name).write_text("mine")
-    with pytest.raises(UserError, match=rf"^{tmp_path} is no run's \(it has no settings.yaml\), and holds {tmp_path}/"):
-        check_run_folder(tmp_path, RESOLVED, resume=True)
-    assert (tmp_path / name).read_text() == "mine"
-    (tmp_path / SETTINGS).write_text(RESOLVED)
-    check_run_folder(tmp_path, RESOLVED, resume=True)
-
-
 LOGIN = "reward:\n  judge:\n    url: https://me:hush-hush@judge:8000/v1\n"
 
 
