@@ -1,5 +1,6 @@
 """Collect the groups of a step: launch prompts, generate and score until the step has its groups."""
 
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
@@ -35,9 +36,7 @@ from grpo_mp.rollout.journal import GroupJournal, find_paused, load, prune
 from grpo_mp.rollout.rollout import Rollout, rollout_sampling, rollout_seed
 from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import RolloutTask
-from grpo_mp.trainer.generation_times import EngineWork, generation_times
 from grpo_mp.trainer.phase_manager import PhaseManager
-from grpo_mp.trainer.rebalance import rebalance
 from grpo_mp.trainer.recorded import RecordedGroups, read_recorded
 from grpo_mp.trainer.recover import EngineRecovery
 from grpo_mp.utils.errors import UserError
@@ -107,7 +106,7 @@ class RolloutCollector:
     """Generates the groups of each step from the train prompts.
 
     Engines on separate ranks prefetch groups of later steps and keep generating while the trainer works. Engines that
-    share devices with the trainer pause these groups, and the next step rebalances them over the engines. Every ended
+    share devices with the trainer pause these groups, and the next step continues them. Every ended
     group is recorded for a job that resumes the run.
     """
 
@@ -274,8 +273,6 @@ class RolloutCollector:
             self._queue.extend(rule.max_launched + rule.max_aborted + rule.lookahead)
 
         self._take_recorded(state, step, rule)
-        if colocated:  # all groups are paused and have no KV cache, so any engine may continue them
-            self._carried = rebalance(self._carried, self.rollout.client is not None, job.group)
 
         def lookahead() -> int:
             ahead = self.settings.steps_ahead
@@ -398,7 +395,7 @@ class RolloutCollector:
             if number < batch.state.groups_launched:
                 del self._ends_s[number]
         tokens = sum(len(sample.tokens) for group in groups for sample in group.samples)
-        work = EngineWork(tokens, tuple(max(0.0, end - began_s) for end in ends_s))
+        work = tokens, [max(0.0, end - began_s) for end in ends_s]
         return generation_times(all_gather(work, self.job.group))
 
     def _take_recorded_tokens(self, end: int | None) -> int:
@@ -437,3 +434,21 @@ def _count_dropped(
     surplus = len(finished & kept - selected)
     counts = {"zero_std": len(finished - kept), "surplus": surplus, "unfinished": len(unfinished)}
     return Counter(counts | {"aborted": len(aborted), "stale": stale})
+
+
+def generation_times(engines: Sequence[tuple[int, Sequence[float]]]) -> dict[str, float]:
+    """Return two metrics of a step; empty if no group took time.
+
+    `engines`: tokens of each engine, and when each of its groups ended, in seconds after the generation began.
+    speed/slowest_engine_ratio: lowest / median tokens per second of an engine, up to the end of its last group.
+    time/generate_tail_share: share of the generation time that is left when 90 % of the groups have ended.
+    """
+    ends = sorted(end for _, of_engine in engines for end in of_engine)
+    if not ends or not ends[-1]:
+        return {}
+    speeds = [tokens / max(of_engine) for tokens, of_engine in engines if any(of_engine)]
+    nine_in_ten = ends[-(-9 * len(ends) // 10) - 1]
+    return {
+        "speed/slowest_engine_ratio": min(speeds) / statistics.median_high(speeds),
+        "time/generate_tail_share": (ends[-1] - nine_in_ten) / ends[-1],
+    }

@@ -44,7 +44,7 @@ from grpo_mp.trainer.job import (
 from grpo_mp.trainer.offload import INITIAL_RESIDENCY, offload_functions, start_engines_first
 from grpo_mp.trainer.phase_manager import PhaseManager, explain_out_of_memory
 from grpo_mp.trainer.preflight import RunInputs
-from grpo_mp.trainer.recorded import RecordedGroups, drop_groups_of_changed_inputs, read_recorded
+from grpo_mp.trainer.recorded import RecordedGroups, read_recorded
 from grpo_mp.trainer.recover import EngineRecovery
 from grpo_mp.trainer.replay import ReplayCollector
 from grpo_mp.trainer.save import CheckpointSaver
@@ -129,9 +129,11 @@ def open_context(
         progress = runtime.progress
         state = replace(resumed.state, data=inputs.train.digest or resumed.state.data)  # a replay reads no data
         preemption = PreemptionHandler()
-        dropped, recorded = ([], None) if inputs.replay else _recorded_groups(settings, inputs, runtime)
+        recorded = None
+        if not inputs.replay:
+            recorded = read_recorded(settings.run.folder / ROLLOUTS, rollout.host_ranks, job)
         greeting = greeting or _greeting(settings, inputs, job=job, state=state, recorded=recorded)
-        warnings = (*resumed.damages, *dropped, *inputs.warnings)
+        warnings = (*resumed.damages, *inputs.warnings)
         show_notes(progress, job.rank, greeting=greeting, notes=resumed.changes, warnings=warnings)
         offload = platform.on_cuda() and settings.shares_devices and settings.model.offloads and not inputs.replay
         limit_s = settings.monitor.phase_timeout_s
@@ -181,11 +183,6 @@ def _build_models(settings: Settings, parallel: Parallel, resumed: Resumed, with
         settings, parallel, state=resumed.state, checkpoint=resumed.checkpoint, with_reference=with_reference
     )
     return policy, build_critic(settings, parallel, resumed.checkpoint) if settings.critic else None
-
-
-def _recorded_groups(settings: Settings, inputs: RunInputs, runtime: RankRuntime) -> tuple[list[str], RecordedGroups]:
-    dropped = drop_groups_of_changed_inputs(settings, inputs.train, runtime.job)
-    return dropped, read_recorded(settings.run.folder / ROLLOUTS, runtime.rollout.host_ranks, runtime.job)
 
 
 def _make_collector(

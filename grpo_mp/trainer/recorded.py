@@ -1,6 +1,5 @@
 """Recorded groups of a killed or stopped job, for the job that resumes the run."""
 
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
@@ -8,40 +7,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from grpo_mp.batching.group_selection import AdmissionRule, Verdict, admit
-from grpo_mp.checkpoint.run_state import ROLLOUTS
-from grpo_mp.config import Settings
-from grpo_mp.data.prompts import PromptSet
-from grpo_mp.distributed.process_groups import Job, all_gather, broadcast
+from grpo_mp.distributed.process_groups import Job, all_gather
 from grpo_mp.rollout.journal import Extent, GroupKey, Record, best_records, read_records
-from grpo_mp.utils.files import read_json, write_json
-from grpo_mp.utils.user_code import file_digests
-
-INPUTS = "code.json"  # checksums of the user code and data on which the recorded groups depend
-DATA = "data.train"
-
-
-def drop_groups_of_changed_inputs(settings: Settings, train: PromptSet, job: Job) -> list[str]:
-    """Remove all recorded groups if user code or data changed; return a sentence if groups were removed.
-
-    Code of losses and filters counts too, because the weights of repeated steps depend on it.
-    """
-    sentences: list[str] = []
-    if job.rank == 0:
-        folder = settings.run.folder / ROLLOUTS
-        before = read_json(folder / INPUTS)
-        now = file_digests(settings.model_dump(mode="json", exclude={"monitor", "sample"})) | {DATA: train.digest}
-        changed = [name for name in before if name in now and before[name] != now[name]]
-        steps = [path for path in folder.iterdir() if path.is_dir()] if changed else []
-        for path in steps:
-            shutil.rmtree(path)
-        if steps:
-            sentences = [
-                f"{', '.join(changed)} changed since {folder} was written: recorded groups are generated again"
-            ]
-        if before != now:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_json(folder / INPUTS, now)
-    return broadcast(sentences, job.group)
 
 
 class RecordedGroups:

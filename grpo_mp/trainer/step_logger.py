@@ -1,6 +1,7 @@
 """Log a step: metrics, histograms, sample texts, evaluation scores."""
 
 import logging
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,7 +33,6 @@ from grpo_mp.policy.expert_load import ExpertLoad, load_ratios, max_load_ratio
 from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.trainer.evaluation import Evaluation
-from grpo_mp.trainer.generation_times import slowest_rank_ratio
 from grpo_mp.trainer.job import PolicyContext
 from grpo_mp.trainer.metrics import (
     collect_metrics,
@@ -243,7 +243,7 @@ class StepLogger:
 def rank_metrics(summaries: Sequence[StepSummary]) -> dict[str, float]:
     """Return slowest / median time of a rank in LOGPROB, a phase in which replicas do not wait for each other."""
     seconds = [summary.seconds["LOGPROB"] for summary in summaries]
-    return {"time/slowest_rank_ratio": slowest_rank_ratio(seconds)} if seconds else {}
+    return {"time/slowest_rank_ratio": max(seconds) / statistics.median_low(seconds)} if seconds else {}
 
 
 @contextmanager

@@ -1,10 +1,12 @@
 """What a stopped or killed job has generated is taken up by the one that resumes, with engines of the test's own."""
 
+import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +14,6 @@ import pytest
 
 from grpo_mp.batching.group_selection import AdmissionRule
 from grpo_mp.checkpoint.run_state import MANIFEST, TrainState
-from grpo_mp.config import load_settings
-from grpo_mp.data.prompts import PromptSet
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.groups import PausedGroup
 from grpo_mp.rollout.journal import GroupJournal, best_records, load, read_records
@@ -22,13 +22,11 @@ from grpo_mp.rollout.worker import RolloutTask
 from grpo_mp.trainer import collect as collect_module
 from grpo_mp.trainer import recorded as recorded_module
 from grpo_mp.trainer.collect import RolloutCollector
-from grpo_mp.trainer.recorded import RecordedGroups, drop_groups_of_changed_inputs
+from grpo_mp.trainer.recorded import RecordedGroups
 from grpo_mp.utils.files import write_json
 from grpo_mp.utils.types import Prompt, Sample, SampleGroup
-from tests.conftest import TinyRun
 from tests.rollout.fake_engine import FakeEngine
 from tests.trainer.test_collect import GROUP, PROMPTS, check_samples, collector, kept
-from tests.trainer.test_rebalance import Exchange
 
 STEPS, SLOTS, DONE_WHEN_KILLED = 9, 6, (1, 4, 0, 2)  # of jobs that are killed: steps since the last checkpoint
 
@@ -204,6 +202,20 @@ def test_no_record_is_taken_up_of_a_group_that_another_rank_has_begun_anew(
     assert state.groups_launched + begun not in collect._stats
 
 
+class Exchange:
+    """Ranks that are threads: what each gives to a collective, by rank."""
+
+    def __init__(self, ranks: int) -> None:
+        self._barrier, self._given = Barrier(ranks), [None] * ranks
+
+    def all_gather(self, value: Any, rank: int) -> list[Any]:
+        self._given[rank] = pickle.loads(pickle.dumps(value))
+        self._barrier.wait(60)
+        gathered = list(self._given)
+        self._barrier.wait(60)
+        return gathered
+
+
 def read_by(readers: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[RecordedGroups]:
     """Read a folder as so many ranks do, each in a thread; their group is the rank's number."""
     monkeypatch.setattr(recorded_module, "all_gather", Exchange(readers).all_gather)
@@ -252,36 +264,6 @@ def test_each_group_is_taken_up_whole_by_one_rank(
     assert {g: {s.index: s.weight_versions[0] for s in samples} for g, samples in merged.items()} == expected
     if readers > 1:
         assert sum(map(bool, taken)) > 1  # no rank has them all
-
-
-def test_groups_of_other_code_or_data_are_dropped(tiny_run: TinyRun, one_rank_job: Any, tmp_path: Path) -> None:
-    """By one sentence, which names the file; of the same code, or where a logger's has changed, they stay."""
-    file, logger, folder = tmp_path / "my_code.py", tmp_path / "my_logger.py", tmp_path / "run"
-    own = [f"reward.functions={{'{file}:brief': 0.5}}", f"monitor.loggers=['{logger}:Mine']", f"run.folder={folder}"]
-    job: Any = SimpleNamespace(rank=0, group=one_rank_job.group)
-    sample = Sample(0, 0, (1,), (5, 6), (-1.0, -1.0), (0, 0), False)
-
-    def start(code: str, logs: str = "", data: str = "d1") -> tuple[list[str], int]:
-        """Return what a job says, and how many groups it finds; it then records three, one of them twice."""
-        file.write_text(code)
-        logger.write_text(logs)
-        train = PromptSet("", (), digest=data)
-        said = drop_groups_of_changed_inputs(load_settings(tiny_run.config, own), train, job)
-        found = len({r.key for one in folder.rglob("*.journal") for r in read_records(one)})
-        for group_id in (0, 1, 1, 5):
-            journal = GroupJournal(folder / "rollouts", 0)
-            journal.append(1, group_id, SampleGroup(Prompt(0, "", (1,)), (sample,)), RewardStats(), kept=True)
-        return said, found
-
-    assert start("a = 1") == ([], 0)
-    assert start("a = 1", logs="b = 1") == ([], 3)
-    (sentence,), found = start("a = 2")
-    assert found == 0
-    assert sentence.startswith(f"{file} changed since {folder / 'rollouts'} was written: recorded groups")
-    assert start("a = 2") == ([], 3)
-    (sentence,), found = start("a = 2", data="d2")
-    assert found == 0
-    assert sentence.startswith("data.train changed since ")
 
 
 @pytest.mark.parametrize("updates", [0, 1, 3])
