@@ -3,24 +3,19 @@
 import asyncio
 import inspect
 import math
+import operator
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from grpo_mp.utils.errors import one_line
-from grpo_mp.utils.reading import has_column, read_column, shorten
+from grpo_mp.utils.reading import has_column, read_column
 from grpo_mp.utils.registry import Registry
 from grpo_mp.utils.types import SampleGroup, StepRewards
-from grpo_mp.utils.user_code import is_path, load_attribute, without_exit
 
-OTHERS = ("completion_ids", "trainer_state", "log_extra", "log_metric")  # arguments besides prompts and completions
 RESERVED = ("prompt", "completion", "completion_ids")  # data columns that are not passed to reward functions
-USAGE = (
-    "write def reward(prompts, completions, **columns), or def reward(prompt, completion, **columns), which is called "
-    "for each answer"
-)
+USAGE = "write def reward(prompts, completions, **columns)"
 Values = list[float | None]  # one per sample; None: the reward does not apply
 T = TypeVar("T")
 
@@ -42,9 +37,6 @@ class Reward(Protocol):
     Keyword arguments: `prompts` and `completions` as texts, or as message lists if the prompt column holds messages;
     `completion_ids`; every data column as a list; `trainer_state`; the callbacks `log_extra(column, values)`, which
     adds a column to the sample files, and `log_metric(name, value)`, whose mean over the step becomes a metric.
-
-    A function with a parameter `completion` is called once per completion, with single values of `prompt` and of every
-    column; its `log_extra` takes a column and one value. The coroutines of a group run concurrently.
 
     A function of `reward.steps` has the same keyword arguments and returns (end, reward) pairs for each completion:
     `end` is the index in `completion_ids` of the step's last token; ends ascend strictly.
@@ -128,73 +120,19 @@ def read_steps(returned: Sequence[Any], group: SampleGroup) -> list[StepRewards]
 
 def _parse_steps(row: Sequence[Any], tokens: int, sample: int) -> StepRewards:
     try:
-        steps = tuple((int(end), float(reward)) for end, reward in row)
-        if any(int(end) != end for end, _ in row):
-            raise ValueError("an end is no index")
+        steps = tuple((operator.index(end), float(reward)) for end, reward in row)
     except Exception as error:  # a user's object may raise anything, such as a tensor's RuntimeError
         raise RewardError(f"returned {row!r:.200} where (end token index, reward) pairs belong", sample) from error
-    previous = -1
-    for end, reward in steps:
-        if not previous < end < tokens:
+    for previous, (end, reward) in zip((-1, *(end for end, _ in steps)), steps, strict=False):
+        if not (previous < end < tokens and math.isfinite(reward)):
             raise RewardError(
-                f"returned a step that ends at token {end} after one at {previous}: ends ascend, below {tokens}", sample
+                f"returned the step ({end}, {reward}) after one at {previous}: ends ascend, below {tokens}, and "
+                "rewards are finite",
+                sample,
             )
-        if not math.isfinite(reward):
-            raise RewardError(f"returned the step reward {reward}, which is not finite", sample)
-        previous = end
     return steps
 
 
-@dataclass(frozen=True)
-class EachCompletion:
-    """Adapts a user's function that scores one completion to `Reward`, which scores a group."""
-
-    function: Callable[..., Any]
-
-    def __call__(self, prompts: list[Any], completions: list[Any], **columns: Any) -> Any:
-        """Return one reward per completion."""
-        log_extra = columns.pop("log_extra")
-        shared = {name: columns.pop(name) for name in ("trainer_state", "log_metric")}
-        extras: list[dict[str, Any]] = [{} for _ in completions]
-        outcomes = [
-            self.function(
-                prompt=prompts[i],
-                completion=completions[i],
-                log_extra=extras[i].__setitem__,
-                **shared,
-                **{name: values[i] for name, values in columns.items()},
-            )
-            for i in range(len(completions))
-        ]
-        if outcomes and inspect.iscoroutine(outcomes[0]):
-            outcomes = asyncio.run(_await_all(outcomes))
-        for column in dict.fromkeys(name for extra in extras for name in extra):
-            log_extra(column, [extra.get(column) for extra in extras])
-        return outcomes
-
-
-async def _await_all(outcomes: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-    return await asyncio.gather(*map(without_exit, outcomes))
-
-
-def load_reward(name: str, setting: str) -> Reward:
-    """Load a user's reward function; wrap a function with a parameter `completion` in EachCompletion."""
-    function = load_attribute(name, f"{setting} {shorten(name)!r}") if is_path(name) else None
-    if not _scores_one(function):
-        return REWARDS.resolve(name, setting)
-    return EachCompletion(SINGLE_REWARDS.resolve(name, setting))
-
-
-def _scores_one(function: Any) -> bool:
-    try:
-        return "completion" in inspect.signature(function).parameters
-    except (TypeError, ValueError):  # not a function, or written in C
-        return False
-
-
-KEYWORDS = ("prompts", "completions", *OTHERS)
+KEYWORDS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 REWARDS: Registry[Reward] = Registry("reward function", keywords=KEYWORDS, usage=USAGE)
-SINGLE_REWARDS: Registry[Callable[..., Any]] = Registry(
-    "reward function", keywords=("prompt", "completion", *OTHERS), usage=USAGE
-)
 STEP_REWARDS: Registry[Callable[..., Any]] = Registry("reward function of steps", keywords=KEYWORDS)

@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo_mp.rewards.base import RewardError, Values
 from grpo_mp.rewards.reward_model import ServedModelClient
-from grpo_mp.rewards.settings import JUDGE_EPISODE_TEMPLATE, JUDGE_FIELDS, JUDGE_TEMPLATE, SCORES, JudgeConfig
+from grpo_mp.rewards.settings import JUDGE_FIELDS, JUDGE_TEMPLATE, LARGEST_SCORE, JudgeConfig
 from grpo_mp.utils.types import Prompt, Sample, SampleGroup
 
 CONCURRENT_REQUESTS = 32  # per rank
@@ -20,13 +20,12 @@ class Judge(ServedModelClient):
     """Client of one judge. Thread-safe; at most CONCURRENT_REQUESTS requests are in flight per rank."""
 
     section = "reward.judge"
+    wanted = "a chat completion with 'Score: N' from 0 to 10"
     rereads = uses_proxy = True
 
     def __init__(self, settings: JudgeConfig) -> None:
         super().__init__(settings)
         self._settings = settings
-        lowest, highest = SCORES
-        self.wanted = f"a chat completion with 'Score: N' from {lowest:g} to {highest:g}"
         self._threads = ThreadPoolExecutor(CONCURRENT_REQUESTS, "judge")
 
     def close(self) -> None:
@@ -50,16 +49,13 @@ class Judge(ServedModelClient):
 
     def _content(self, prompt: Prompt, sample: Sample) -> str:
         """Fill in the judge's template for one answer or episode."""
-        lowest, highest = SCORES
         fields = {
             "question": prompt.text,
             "answer": sample.text,
             "conversation": conversation(prompt, sample),
             "reference": prompt.answer or "(none)",
-            "lowest": f"{lowest:g}",
-            "highest": f"{highest:g}",
         }
-        template = self._settings.template or (JUDGE_EPISODE_TEMPLATE if sample.messages else JUDGE_TEMPLATE)
+        template = self._settings.template or JUDGE_TEMPLATE
         # One pass, so that braces in the inserted texts stay as they are.
         return JUDGE_FIELDS.sub(lambda match: fields[match[1]], template)
 
@@ -73,11 +69,10 @@ class Judge(ServedModelClient):
 
     def _read(self, reply: Mapping[str, Any]) -> float:
         """Return the last score of a reply, scaled to [0, 1]. Raises ValueError or LookupError if there is none."""
-        lowest, highest = SCORES
         number = float(SCORE.findall(reply["choices"][0]["message"]["content"])[-1])
-        if not lowest <= number <= highest:
+        if not 0 <= number <= LARGEST_SCORE:
             raise ValueError(f"{number} is out of range")
-        return (number - lowest) / (highest - lowest)
+        return number / LARGEST_SCORE
 
 
 def conversation(prompt: Prompt, sample: Sample) -> str:

@@ -2,7 +2,8 @@
 
 import re
 import unicodedata
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
+from itertools import groupby
 
 # ISO 639-1 code -> scripts of the language. A script is the first word of its letters' Unicode names, in lower case.
 LANGUAGES: dict[str, tuple[str, ...]] = {
@@ -26,12 +27,10 @@ LANGUAGES: dict[str, tuple[str, ...]] = {
     }.items()
     for code in codes.split()
 }
-SCRIPTS = tuple(dict.fromkeys(script for scripts in LANGUAGES.values() for script in scripts))
 WITHOUT_BLANKS = frozenset({"cjk", "hiragana", "katakana", "thai"})  # each letter counts as a word
 COMMAND = re.compile(r"\\[A-Za-z]+")  # LaTeX commands
 LETTERS = re.compile(r"[^\W\d_]+")
 MODIFIER = "modifier"  # letters such as an apostrophe: they belong to the script of the letters before them
-OF_CJK = "ideographic"  # the iteration mark and the zero, which count as Chinese characters
 
 
 def check_language(code: object) -> str:
@@ -42,40 +41,25 @@ def check_language(code: object) -> str:
 
 
 def script_share(text: str, scripts: Collection[str]) -> float:
-    """Return the share of a text's words that are in the given SCRIPTS; 1 for a text without words.
+    """Return the share of a text's words that are in the given scripts; 1 for a text without words.
 
     Language consistency of DeepSeek-R1 (arXiv 2501.12948, section 2.3.2), by script instead of language. LaTeX commands
     and single Latin or Greek letters, which are variables, do not count as words.
     """
-    words = list(_scripts_of_words(text))
-    return sum(script in scripts for script in words) / len(words) if words else 1.0
-
-
-def _scripts_of_words(text: str) -> Iterator[str]:
-    """Yield the script of each word; a change of script inside a run of letters starts a new word."""
     plain = unicodedata.normalize("NFKC", COMMAND.sub(" ", text))
-    letters = "".join(letter for letter in plain if unicodedata.category(letter)[0] != "M")  # without combining marks
-    for run in LETTERS.findall(letters):
-        script, length = "", 0
-        for letter in run:
-            found = _script(letter)
-            if found == MODIFIER:
-                continue
-            if found in WITHOUT_BLANKS:
-                yield found
-            if found != script:
-                yield from _word(script, length)
-                script, length = found, 0
-            length += 1
-        yield from _word(script, length)
-
-
-def _word(script: str, length: int) -> Iterator[str]:
-    """Yield the script of a word, unless its letters count as words themselves or it is a single variable."""
-    if script and script not in WITHOUT_BLANKS and not (length == 1 and script in ("latin", "greek")):
-        yield script
+    plain = "".join(letter for letter in plain if unicodedata.category(letter)[0] != "M")  # without combining marks
+    words = list[str]()
+    for run in LETTERS.findall(plain):
+        # A change of script inside a run of letters starts a new word.
+        for script, letters in groupby(found for letter in run if (found := _script(letter)) != MODIFIER):
+            count = len(list(letters))
+            if script in WITHOUT_BLANKS:
+                words += [script] * count
+            elif count > 1 or script not in ("latin", "greek"):
+                words.append(script)
+    return sum(script in scripts for script in words) / len(words) if words else 1.0
 
 
 def _script(letter: str) -> str:
     script = unicodedata.name(letter, "").partition(" ")[0].partition("-")[0].lower()
-    return "cjk" if script == OF_CJK else script
+    return "cjk" if script == "ideographic" else script  # the iteration mark and the zero

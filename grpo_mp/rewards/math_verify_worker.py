@@ -5,17 +5,16 @@ operation on big integers: an answer like `10^{10^{10}}` could block the rank. S
 parent kills it at the time limit. The child also limits its own CPU time and memory.
 """
 
-import json
 import math
 import os
 import resource
 import subprocess
 import sys
-import tempfile
 import threading
-import time
+from contextlib import suppress
 from fractions import Fraction
-from multiprocessing.connection import wait
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -36,83 +35,65 @@ class MathVerifier:
         """Limit each comparison to `limit_s` seconds. `tolerance`: see `is_close`."""
         self.limit_s, self.tolerance = limit_s, tolerance
         self._child: subprocess.Popen[bytes] | None = None
+        self._connection, _ = Pipe()
         self._lock = threading.Lock()
 
     def equal(self, expected: str, predicted: str) -> bool | None:
         """Return whether two answers are equal; None at the time limit, or if the child dies."""
         with self._lock:
-            child, question = self._child or self._start(), [expected, predicted, self.tolerance, self.limit_s]
-            assert child.stdin is not None
-            try:
-                child.stdin.write(json.dumps(question).encode() + b"\n")
-                child.stdin.flush()
-                reply = _read_line(child, self.limit_s)
-            except BrokenPipeError:
-                reply = None
-            if reply is None:
-                self._end()
-                return None
-            return reply == "equal"
+            if self._child is None:
+                self._start()
+            with suppress(EOFError, OSError):  # the child has ended
+                self._connection.send((expected, predicted, self.tolerance, self.limit_s))
+                if self._connection.poll(self.limit_s):
+                    return bool(self._connection.recv())
+            self._end()
+            return None
 
     def close(self) -> None:
         with self._lock:
             self._end()
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> None:
         path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-        stderr = tempfile.TemporaryFile()  # noqa: SIM115 - the child keeps it; a pipe nobody reads would fill up
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", "grpo_mp.rewards.math_verify_worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            start_new_session=True,  # a signal to the rank's process group must not end the comparison
-            env={**shared_environment(), "PYTHONPATH": os.pathsep.join(filter(None, path))},
-        )
-        if _read_line(self._child, START_LIMIT_S) != "ready":
-            self._end()
-            stderr.seek(0)
-            reason = stderr.read().decode(errors="replace").strip().splitlines()[-1:]
-            raise UserError(f"reward.answer: math-verify did not start in {START_LIMIT_S:.0f} s: {' '.join(reason)}")
-        return self._child
+        self._connection, of_child = Pipe()
+        with of_child:
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", "grpo_mp.rewards.math_verify_worker", str(of_child.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[of_child.fileno()],
+                start_new_session=True,  # a signal to the rank's process group must not end the comparison
+                env={**shared_environment(), "PYTHONPATH": os.pathsep.join(filter(None, path))},
+            )
+        with suppress(EOFError):
+            if self._connection.poll(START_LIMIT_S) and self._connection.recv():
+                return
+        self._end()
+        raise UserError("reward.answer: math-verify did not start: `python -c 'import math_verify'` shows the reason")
 
     def _end(self) -> None:
         if self._child:
             self._child.kill()
-            self._child.communicate()
+            self._child.wait()
+            self._connection.close()
             self._child = None
 
 
-def _read_line(child: subprocess.Popen[bytes], limit_s: float) -> str | None:
-    """Return the next line of the child; None if the child has ended or writes no line in `limit_s` seconds."""
-    assert child.stdout is not None
-    descriptor = child.stdout.fileno()
-    deadline = time.monotonic() + limit_s
-    line = b""
-    while not line.endswith(b"\n"):
-        ready = wait([descriptor], max(0.0, deadline - time.monotonic()))
-        chunk = os.read(descriptor, 4096) if ready else b""
-        if not chunk:
-            return None
-        line += chunk
-    return line.decode().strip()
-
-
-def _serve() -> None:
-    """Run the child: read one comparison per line from stdin, write one verdict per line to stdout."""
-    replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # libraries print to stderr, so that their output is not read as a reply
+def _serve(connection: Connection) -> None:
+    """Run the child: answer comparisons until the parent ends."""
     _is_equal("1", "x", None)  # loads imports and grammar tables before the first comparison is timed
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, hard))
-    replies.write("ready\n")
-    for line in sys.stdin:
-        expected, predicted, tolerance, limit_s = json.loads(line)
-        # The kernel ends this process a few seconds of CPU time after the limit, whatever it does.
+    connection.send(True)
+    while True:
+        expected, predicted, tolerance, limit_s = connection.recv()
+        # The kernel ends this process a few seconds of CPU time after the limit, also without its parent.
         used = resource.getrusage(resource.RUSAGE_SELF)
         _, hard = resource.getrlimit(resource.RLIMIT_CPU)
         resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime + limit_s) + 2, hard))
-        replies.write("equal\n" if _is_equal(expected, predicted, tolerance) else "different\n")
+        connection.send(_is_equal(expected, predicted, tolerance))
 
 
 def _is_equal(expected: str, predicted: str, tolerance: float | None) -> bool:
@@ -172,4 +153,4 @@ def _value(expression: Any) -> Any:
 
 
 if __name__ == "__main__":
-    _serve()
+    _serve(Connection(int(sys.argv[1])))

@@ -12,13 +12,13 @@ from typing import Any
 from transformers import TrainerState
 
 from grpo_mp.rewards.base import (
+    REWARDS,
     STEP_REWARDS,
     RewardError,
     T,
     Values,
     call_arguments,
     call_reward,
-    load_reward,
     read_steps,
     read_values,
     run_with_timeout,
@@ -102,7 +102,7 @@ class Scorer:
         function = settings.steps_function
         self._step_reward = STEP_REWARDS.resolve(function, "reward.steps") if function else None
         names = settings.function_names
-        self._functions = {names[spec]: load_reward(spec, "reward.functions") for spec in settings.functions}
+        self._functions = {names[spec]: REWARDS.resolve(spec, "reward.functions") for spec in settings.functions}
         self.term_weights = settings.weights
         self._set_weights = {name: settings.with_correct(weights) for name, weights in (set_weights or {}).items()}
         used = {*self.term_weights, *(term for weights in self._set_weights.values() for term in weights)}

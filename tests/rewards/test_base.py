@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mp.rewards.base import REWARDS, call_reward, load_reward
+from grpo_mp.rewards.base import REWARDS, call_reward
 from grpo_mp.utils.errors import UserError
 
 
@@ -39,5 +39,5 @@ def test_a_file_imports_its_neighbours_in_processes_too(tmp_path: Path) -> None:
         "def score(completions, **columns):\n"
         "    with get_context('spawn').Pool(1) as pool:\n        return pool.map(half, completions)\n"
     )
-    reward = load_reward(f"{tmp_path / 'mine_with_neighbour.py'}:score", "reward.functions")
+    reward = REWARDS.resolve(f"{tmp_path / 'mine_with_neighbour.py'}:score", "reward.functions")
     assert call_reward(reward, {"prompts": ["a"], "completions": ["abc"]}) == [1.5]

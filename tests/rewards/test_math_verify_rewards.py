@@ -35,13 +35,10 @@ def compute_score(completions, solution, **kwargs):
             score = 0.0
         scores.append(score)
     return scores
-
-def one(completion, solution, **kwargs):
-    return float(verify(parse(solution), parse(completion)))
 """
 
 
-@pytest.mark.parametrize("function", ["accuracy", "compute_score", "one"])
+@pytest.mark.parametrize("function", ["accuracy", "compute_score"])
 def test_published_rewards_run_unchanged(function: str, make_group: Callable[..., SampleGroup], tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(REWARDS)
     scorer = Scorer(RewardConfig(functions={f"{tmp_path / 'mine.py'}:{function}": 1.0}, timeout_s=300), 100, "prompt")
