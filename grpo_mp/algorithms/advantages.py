@@ -13,6 +13,8 @@ from grpo_mp.algorithms.settings import AdvantageConfig
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import PerToken, SampleInfo
 
+EPS = 1e-4  # added to the standard deviation that rewards are divided by, as in TRL
+
 
 class AdvantageEstimator(Protocol):
     """Computes the advantage of each sample of a step: a number, or [response tokens of all its sequences].
@@ -92,13 +94,13 @@ def outcome_advantages(
 ) -> tuple[float, ...]:
     """Compute one advantage per sample from one reward per sample.
 
-    A_i = (r_i - baseline_i) / (scale_i + eps), with the baseline from BASELINES and the scale from SCALES; scale none
+    A_i = (r_i - baseline_i) / (scale_i + EPS), with the baseline from BASELINES and the scale from SCALES; scale none
     does not divide. With a group baseline, a group with equal rewards gets exactly 0.
     """
     values, groups = torch.tensor(rewards, dtype=torch.float64), Groups.by_id(group_ids)
     centered = values - BASELINES[advantage.baseline](values, groups)
     if advantage.scale != "none":
-        centered = centered / (SCALES[advantage.scale](values, groups) + advantage.eps)
+        centered = centered / (SCALES[advantage.scale](values, groups) + EPS)
     if advantage.compares_groups:
         centered[~groups.has_nonzero_std(values)[groups.index]] = 0.0
     return tuple(centered.tolist())
@@ -119,16 +121,15 @@ def estimate_decoupled(
     GDPO, arXiv 2601.05242, eq. 4 to 6. A term that does not apply to a sample adds nothing to its sum.
     """
     total = torch.zeros(len(samples), dtype=torch.float64)
-    single_reward = AdvantageConfig(eps=advantage.eps)
     for name, weight in weights.items():
         applicable = [i for i, sample in enumerate(samples) if name in sample.reward_terms]
         if applicable:
             rewards, ids = zip(*((samples[i].reward_terms[name], samples[i].group_id) for i in applicable), strict=True)
-            normalized = outcome_advantages(rewards, ids, single_reward)
+            normalized = outcome_advantages(rewards, ids, AdvantageConfig())
             total[applicable] += weight * torch.tensor(normalized, dtype=torch.float64)
     if not bool((total != 0).any()):
         return (0.0,) * len(samples)
-    return tuple(((total - total.mean()) / (_std(total) + advantage.eps)).tolist())
+    return tuple(((total - total.mean()) / (_std(total) + EPS)).tolist())
 
 
 def estimate_process(

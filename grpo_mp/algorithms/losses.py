@@ -16,6 +16,7 @@ from grpo_mp.utils.types import MicroBatch, PerToken
 
 MicroBatchLoss = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 MAX_LOG_RATIO = 700.0  # exp(709) is close to the largest float64
+CONTROL_TOKEN_WEIGHT = 1e-3  # of a response's first token in aggregation decoupled, as in Thinkless' script
 MAX_KL = 10.0  # per token, for k3_clamped
 
 
@@ -217,7 +218,7 @@ def token_weights(
     token_mean: mean over all tokens that have a loss (TRL, verl; DAPO, eq. 8, over the update instead of each group).
     sequence_sum: mean over samples of the sum over tokens (LUSPO; RLOO).
     constant: sum over tokens / (samples x max_response_tokens) (Dr. GRPO).
-    decoupled: mean over samples of control_token_weight x first token + mean of the other tokens (Thinkless, eq. 5).
+    decoupled: mean over samples of CONTROL_TOKEN_WEIGHT x first token + mean of the other tokens (Thinkless, eq. 5).
     A masked sample counts in the number of samples; its tokens do not count in the number of tokens, as in TRL.
     """
     samples = len(generated_tokens)
@@ -233,7 +234,7 @@ def token_weights(
                 return 1.0 / (samples * max_response_tokens)
             case "decoupled":
                 weights = torch.full((tokens,), 1.0 / max(1, tokens - 1), dtype=torch.float64)
-                weights[:1] = algorithm.control_token_weight
+                weights[:1] = CONTROL_TOKEN_WEIGHT
                 return weights / samples
             case "sequence_mean":
                 return 1.0 / (samples * max(1, tokens))

@@ -72,7 +72,6 @@ PRESETS: dict[str, Preset] = {
         "The first token chooses a mode, such as thinking or a short answer, and must not be outweighed by the rest.",
         advantage=GROUP_MEAN_ONLY,
         aggregation="decoupled",
-        control_token_weight=1e-3,
         kl={"coef": 0.001, "estimator": "k3_clamped"},
     ),
     "gspo": _algorithm(

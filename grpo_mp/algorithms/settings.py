@@ -41,7 +41,6 @@ class AdvantageConfig(Section):
         "sum", description="several rewards: summed by weight, or first normalized in the group (GDPO)"
     )
     whiten: bool = Field(False, description="normalize over all response tokens of the step (REINFORCE++)")
-    eps: float = Field(1e-4, gt=0, description="number added to the standard deviation that scale divides by")
 
     @property
     def of_critic(self) -> bool:
@@ -163,7 +162,6 @@ class CurriculumConfig(Section):
     window: int = Field(0, ge=0, description="last samplings of a prompt over which its solve rate is a mean; 0: off")
     min_rate: float = Field(0.0, ge=0, le=1, description="prompts with a lower solve rate are skipped")
     max_rate: float = Field(1.0, ge=0, le=1, description="prompts with a higher solve rate are skipped")
-    skip_steps: int = Field(50, ge=1, description="steps for which such a prompt is skipped")
     function: Annotated[str | None, AfterValidator(lambda name: name and CURRICULA.check_name(name))] = Field(
         None, description="your own 'file.py:function', which names more prompts to skip; null: none"
     )
@@ -206,9 +204,6 @@ class AlgorithmConfig(Section):
     aggregation: Literal["sequence_mean", "token_mean", "sequence_sum", "constant", "decoupled"] = Field(
         "sequence_mean",
         description="how token losses are averaged (verl loss_agg_mode); token_mean: DAPO; constant: Dr. GRPO",
-    )
-    control_token_weight: float = Field(
-        1e-3, gt=0, description="weight of a response's first token in aggregation decoupled (Thinkless)"
     )
     old_logprobs: Literal["recomputed", "engine"] = Field(
         "recomputed", description="recomputed by the trainer, or the engine's, which saves a forward (verl bypass mode)"

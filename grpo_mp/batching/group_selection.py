@@ -11,6 +11,7 @@ from grpo_mp.utils.types import SampleInfo
 
 # Number of a finished group in the step's launch order, and whether the filter keeps it (None: the group was aborted).
 Verdict = tuple[int, bool | None]
+SKIP_STEPS = 50  # steps for which a prompt outside the curriculum's rates is skipped
 MAX_LAUNCH_FACTOR = 10  # limit of launched / initially launched groups in a step with zero_std=refill
 
 
@@ -144,6 +145,6 @@ class PromptCurriculum:
         skipped_until = {prompt: last for prompt, last in self.skipped_until.items() if last > step}
         return replace(
             self,
-            skipped_until=skipped_until | dict.fromkeys(outside, step + rule.skip_steps),
+            skipped_until=skipped_until | dict.fromkeys(outside, step + SKIP_STEPS),
             solve_rates={prompt: values for prompt, values in rates.items() if prompt not in outside},
         )

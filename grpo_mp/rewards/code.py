@@ -13,7 +13,7 @@ from typing import Any
 
 from grpo_mp.rewards.base import RewardError, Values
 from grpo_mp.rewards.code_tests import CodeTest, RowTests, read_tests
-from grpo_mp.rewards.sandbox import Sandbox
+from grpo_mp.rewards.sandbox import PARALLEL, Sandbox
 from grpo_mp.rewards.settings import DATA_SET, CodeConfig, RewardConfig
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import SampleGroup
@@ -27,12 +27,12 @@ RELATIVE_TOLERANCE, ABSOLUTE_TOLERANCE = 1e-5, 1e-8  # for decimal fractions, as
 
 
 class CodeTests:
-    """Scores the programs in responses by their tests. Thread-safe; at most `parallel` programs run at a time."""
+    """Scores the programs in responses by their tests. Thread-safe; at most PARALLEL programs run at a time."""
 
     def __init__(self, settings: CodeConfig) -> None:
         self._settings = settings
-        self._sandbox = Sandbox(settings, url=settings.url)
-        self._slots = threading.BoundedSemaphore(settings.parallel)
+        self._sandbox = Sandbox(url=settings.url)
+        self._slots = threading.BoundedSemaphore(PARALLEL)
 
     def values(self, group: SampleGroup) -> Values:
         """Return 1 for a program that passes all tests, else 0, or with `partial` the share of passed tests.

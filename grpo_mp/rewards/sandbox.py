@@ -15,9 +15,10 @@ from typing import IO, Any
 import httpx
 
 from grpo_mp.rewards.base import RewardError
-from grpo_mp.rewards.settings import SandboxLimits
 from grpo_mp.utils.errors import UserError
 
+MEMORY_BYTES = 2**29  # address space of each process of a program
+PARALLEL = 4  # programs that run at one time on one rank: each may use a core
 OUTPUT_BYTES = 2**20  # largest file that a program may write, its stdout included
 FOLDER_BYTES = 16 * OUTPUT_BYTES  # size of the program's own folder, a tmpfs
 PROCESSES = 16  # limit of processes and threads of one program
@@ -41,12 +42,12 @@ class Outcome:
 class Sandbox:
     """Runs Python programs without network and with limits of time, memory, output and processes. Thread-safe."""
 
-    def __init__(self, settings: SandboxLimits, section: str = "reward.code", url: str | None = None) -> None:
+    def __init__(self, section: str = "reward.code", url: str | None = None) -> None:
         """Check the sandbox with an empty program.
 
         section: of the settings, for messages; url: of a sandbox server, None: bubblewrap on this machine.
         """
-        self.settings, self._url = settings, url
+        self._url = url
         try:
             outcome = self.run("", "", GRACE_S)
         except RewardError as error:
@@ -54,8 +55,7 @@ class Sandbox:
             raise UserError(f"{section}: programs cannot be isolated here ({error}): {remedy}") from error
         if not outcome.succeeded:
             raise UserError(
-                f"{section}: an empty program fails under its limits: raise {section}.memory_bytes="
-                f"{settings.memory_bytes}"
+                f"{section}: an empty program fails in the sandbox: {outcome.output or 'it prints nothing'}"
             )
 
     def run(self, program: str, stdin: str, timeout_s: float) -> Outcome:
@@ -104,7 +104,7 @@ class Sandbox:
         is_root = os.geteuid() == 0
         script = FOLDER / "main.py"
         limits = {
-            "as": self.settings.memory_bytes,
+            "as": MEMORY_BYTES,
             "fsize": OUTPUT_BYTES,
             "nproc": PROCESSES,
             "core": 0,
@@ -133,7 +133,7 @@ class Sandbox:
             "language": "python",
             "stdin": stdin,
             "run_timeout": timeout_s,
-            "memory_limit_MB": self.settings.memory_bytes // 2**20,
+            "memory_limit_MB": MEMORY_BYTES // 2**20,
         }
         try:
             reply = httpx.post(f"{url.rstrip('/')}/run_code", json=body, timeout=timeout_s + GRACE_S)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ByteSize, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from grpo_mp.rewards.language import check_language
 from grpo_mp.utils.errors import did_you_mean
@@ -113,17 +113,7 @@ class JudgeConfig(Section):
         return value
 
 
-class SandboxLimits(Section):
-    """Limits of a model's programs, each of which runs in a sandbox of its own."""
-
-    parallel: int = Field(4, gt=0, description="programs that run at one time on one rank")
-    timeout_s: float = Field(5.0, gt=0, description="time limit of all tests of one response, in seconds")
-    memory_bytes: ByteSize = Field(
-        ByteSize(512 * 2**20), gt=0, description="address space of each process of a program"
-    )
-
-
-class CodeConfig(SandboxLimits):
+class CodeConfig(Section):
     """Tests that the Python code of a response must pass; it runs in bubblewrap, or on a sandbox server."""
 
     weight: float = Field(1.0, description="weight of the tests' result in the reward")
@@ -138,6 +128,7 @@ class CodeConfig(SandboxLimits):
         pattern="^https?://",
         description="sandbox server with SandboxFusion's API run_code; null: bubblewrap on this machine",
     )
+    timeout_s: float = Field(5.0, gt=0, description="time limit of all tests of one response, in seconds")
     partial: bool = Field(False, description="score the share of passed tests; false: 1 if all pass, else 0")
 
 

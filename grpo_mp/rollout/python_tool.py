@@ -10,10 +10,8 @@ import weakref
 from functools import cache
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
 
-from grpo_mp.rewards.sandbox import GRACE_S, Sandbox
-from grpo_mp.rewards.settings import SandboxLimits
+from grpo_mp.rewards.sandbox import GRACE_S, PARALLEL, Sandbox
 from grpo_mp.rollout.protocol import BoundedTools
 
 SECTION = "rollout.tool_args grpo_mp.rollout.python_tool:Python"
@@ -28,12 +26,12 @@ class SessionEndedError(Exception):
 class Session:
     """A sandboxed interpreter that lives until `end` or the end of this process. Runs one piece of code at a time."""
 
-    def __init__(self, sandbox: Sandbox) -> None:
+    def __init__(self, sandbox: Sandbox, timeout_s: float) -> None:
         """Start the interpreter and wait for it.
 
         Raises SessionEndedError if it does not answer, RewardError without bubblewrap.
         """
-        self._timeout_s, self._lock = sandbox.settings.timeout_s, threading.Lock()
+        self._timeout_s, self._lock = timeout_s, threading.Lock()
         streams = (subprocess.PIPE, subprocess.PIPE, subprocess.DEVNULL)
         self._process = sandbox.start(INTERPRETER, [str(self._timeout_s)], streams)
         self._ask("", GRACE_S)  # so that the start does not count toward the first code's time limit
@@ -80,13 +78,12 @@ class Session:
 class Python(BoundedTools):
     """Tool with one interpreter process for each episode, started by the first call."""
 
-    def __init__(self, **limits: Any) -> None:
-        """Check the limits `parallel`, `timeout_s` and `memory_bytes`, see `reward.code`.
+    parallel = PARALLEL
 
-        Raises UserError if this machine cannot isolate programs.
-        """
-        own = SandboxLimits(**limits)
-        self.parallel, self._sandbox = own.parallel, _sandbox(own)
+    def __init__(self, timeout_s: float = 5.0) -> None:
+        """Check that this machine can isolate programs. `timeout_s`: time limit of one call."""
+        self._timeout_s = timeout_s
+        self._sandbox = _sandbox()
         self._session: Session | None = None
 
     def python(self, code: str) -> str:
@@ -97,7 +94,7 @@ class Python(BoundedTools):
             code: the code to run
         """
         if self._session is None:
-            self._session = Session(self._sandbox)
+            self._session = Session(self._sandbox, self._timeout_s)
             weakref.finalize(self, self._session.end)
         try:
             return self._session.run(code)
@@ -107,5 +104,5 @@ class Python(BoundedTools):
 
 
 @cache
-def _sandbox(limits: SandboxLimits) -> Sandbox:
-    return Sandbox(limits, SECTION)
+def _sandbox() -> Sandbox:
+    return Sandbox(SECTION)

@@ -13,8 +13,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from grpo_mp.algorithms.advantages import outcome_advantages
-from grpo_mp.algorithms.losses import LossCoefficients, MicroBatchLoss, load_policy_loss, make_loss, token_weights
+from grpo_mp.algorithms.advantages import EPS, outcome_advantages
+from grpo_mp.algorithms.losses import (
+    CONTROL_TOKEN_WEIGHT,
+    LossCoefficients,
+    MicroBatchLoss,
+    load_policy_loss,
+    make_loss,
+    token_weights,
+)
 from grpo_mp.algorithms.policy_losses import PolicyLoss, Reduce
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.batching.microbatches import plan_microbatches
@@ -185,7 +192,7 @@ def _aggregate(terms: Tensor, lengths: Sequence[int], algorithm: AlgorithmConfig
         return terms.sum() / len(lengths)
     if algorithm.aggregation == "decoupled":
         rest = terms[1:].mean() if len(terms) > 1 else torch.zeros((), dtype=terms.dtype)
-        return (algorithm.control_token_weight * terms[0] + rest) / len(lengths)
+        return (CONTROL_TOKEN_WEIGHT * terms[0] + rest) / len(lengths)
     return terms.mean() / len(lengths)
 
 
@@ -202,7 +209,7 @@ def _advantage(update: UpdateData, sample: int, algorithm: AlgorithmConfig) -> f
     if compares and group.min() == group.max():
         return 0.0
     std = {"none": None, "group_std": group, "batch_std": rewards}[settings.scale]
-    return float(centered if std is None else centered / (std.std(ddof=1) + settings.eps))
+    return float(centered if std is None else centered / (std.std(ddof=1) + EPS))
 
 
 def loss_of(

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_mp.algorithms.advantages import (
+    EPS,
     estimate_advantages,
     estimate_decoupled,
     estimate_outcome,
@@ -22,7 +23,6 @@ from grpo_mp.algorithms.advantages import (
 from grpo_mp.algorithms.settings import AdvantageConfig
 from tests.algorithms.objective import sample_infos
 
-EPS = 1e-4
 GROUPED_REWARDS = st.lists(
     st.tuples(st.integers(0, 5), st.one_of(st.sampled_from([0.0, 0.5, 1.0, 1.5]), st.floats(-1e3, 1e3))), max_size=40
 )
@@ -32,7 +32,7 @@ KINDS = st.tuples(
 
 
 def advantages(rewards: Sequence[float], group_ids: Sequence[int], **settings: Any) -> tuple[float, ...]:
-    return outcome_advantages(rewards, group_ids, AdvantageConfig(**({"eps": EPS} | settings)))
+    return outcome_advantages(rewards, group_ids, AdvantageConfig(**settings))
 
 
 def expected_advantages(rewards: Sequence[float], group_ids: Sequence[int], baseline: str, scale: str) -> list[float]:
@@ -86,7 +86,7 @@ def test_any_rewards_in_any_groups(samples: list[tuple[int, float]], kind: tuple
 
 
 def test_one_group_by_hand() -> None:
-    assert advantages([0.0, 1.0, 2.0], [7, 7, 7], eps=1e-300) == (-1.0, 0.0, 1.0)
+    assert advantages([0.0, 1.0, 2.0], [7, 7, 7]) == (-1.0 / (1.0 + EPS), 0.0, 1.0 / (1.0 + EPS))
     assert advantages([0.0, 1.0, 5.0], [7, 7, 7], scale="none") == (-2.0, -1.0, 3.0)
     assert advantages([0.0, 1.0, 5.0], [7, 7, 7], scale="none", baseline="leave_one_out") == (-3.0, -1.5, 4.5)
 
@@ -102,7 +102,7 @@ def test_a_group_without_difference_is_exactly_zero(reward: float, size: int, ba
 
 def test_missing_parts_and_zero_std_groups_count_nothing() -> None:
     parts = [{"a": 1.0}, {"a": 0.0}, {"a": 1.0, "b": 3.0}]
-    samples, config = sample_infos([0, 0, 0], parts), AdvantageConfig(eps=EPS)
+    samples, config = sample_infos([0, 0, 0], parts), AdvantageConfig()
     only_a = estimate_decoupled(samples, config, {"a": 1.0})
     assert estimate_decoupled(samples, config, {"a": 1.0, "b": 1.0}) == only_a
     assert estimate_decoupled(sample_infos([0, 0, 0], [{"a": 1.0}] * 3), config, {"a": 1.0}) == (0.0, 0.0, 0.0)
@@ -110,7 +110,7 @@ def test_missing_parts_and_zero_std_groups_count_nothing() -> None:
 
 def test_a_token_gains_from_every_step_that_ends_after_it() -> None:
     samples = sample_infos([4, 4], steps=[((1, 0.0), (3, 1.0)), ((2, 0.5),)], lengths=[5, 3])
-    actual = estimate_process(samples, AdvantageConfig(level="process", eps=EPS), {})
+    actual = estimate_process(samples, AdvantageConfig(level="process"), {})
     rewards = np.array([0.0, 1.0, 0.5])
     first, second, third = (rewards - rewards.mean()) / (rewards.std(ddof=1) + EPS)
     np.testing.assert_allclose(actual[0], [first + second] * 2 + [second] * 2 + [0.0])
@@ -120,7 +120,7 @@ def test_a_token_gains_from_every_step_that_ends_after_it() -> None:
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 30), st.floats(-5, 5)), min_size=1, max_size=20))
 def test_one_step_at_the_end_is_the_outcome_advantage(samples: list[tuple[int, int, float]]) -> None:
     ids, lengths, rewards = (list(column) for column in zip(*samples, strict=True))
-    settings = AdvantageConfig(level="process", eps=EPS)
+    settings = AdvantageConfig(level="process")
     steps = [((length - 1, reward),) for length, reward in zip(lengths, rewards, strict=True)]
     infos = sample_infos(ids, rewards=rewards, steps=steps, lengths=lengths)
     singles = estimate_outcome(infos, settings, {})
@@ -164,7 +164,9 @@ def test_samples_without_a_reward_count_nowhere(settings: dict[str, str]) -> Non
 
 
 def test_rewards_of_steps_count_where_the_answer_has_none() -> None:
-    advantage = AdvantageConfig(level="process", eps=1e-12)
+    advantage = AdvantageConfig(level="process")
     infos = [replace(info, is_scored=False) for info in sample_infos([1, 1], steps=[((4, 1.0),), ((4, 0.0),)])]
     first, second = estimate_advantages(load_estimator(advantage), infos, advantage, {})
-    assert [float(torch.as_tensor(one)[0]) for one in (first, second)] == pytest.approx([0.5**0.5, -(0.5**0.5)])
+    assert [float(torch.as_tensor(one)[0]) for one in (first, second)] == pytest.approx(
+        [0.5 / (0.5**0.5 + EPS), -0.5 / (0.5**0.5 + EPS)]
+    )

@@ -34,6 +34,6 @@ def test_each_weight_follows_its_formula(samples: list[tuple[int, bool]]) -> Non
 
 
 def test_the_control_token_has_a_weight_of_its_own() -> None:
-    (long, short), alpha, count = weights([(4, True), (1, True)], "decoupled", control_token_weight=0.01), 0.01, 2
+    (long, short), alpha, count = weights([(4, True), (1, True)], "decoupled"), 0.001, 2
     assert long == pytest.approx([alpha / count] + [1 / (3 * count)] * 3)
     assert short == pytest.approx([alpha / count])

@@ -62,12 +62,11 @@ SOURCES: dict[str, dict[str, Any]] = {
         "algorithm.filter.metric": "accuracy",
         "reward.overlong.weight": 1.0,
     },
-    # scripts/rl/thinkless_1.5b_deepscaler.sh: std_normalizer, kl_loss_coef, kl_loss_type, thinkless_alpha
+    # scripts/rl/thinkless_1.5b_deepscaler.sh: std_normalizer, kl_loss_coef, kl_loss_type
     "degrpo": {
         "algorithm.advantage.scale": "none",
         "algorithm.kl.coef": 0.001,
         "algorithm.kl.estimator": "k3_clamped",
-        "algorithm.control_token_weight": 0.001,
     },
     # section 5.1
     "gspo": {

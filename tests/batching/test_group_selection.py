@@ -102,8 +102,11 @@ def verdicts(*shares: tuple[int, int]) -> list[SampleInfo]:
     ]
 
 
-def test_prompts_outside_of_the_solve_rates_are_skipped_when_their_window_is_full() -> None:
-    rule = CurriculumConfig(window=2, min_rate=0.2, max_rate=0.75, skip_steps=3)
+def test_prompts_outside_of_the_solve_rates_are_skipped_when_their_window_is_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("grpo_mp.batching.group_selection.SKIP_STEPS", 3)
+    rule = CurriculumConfig(window=2, min_rate=0.2, max_rate=0.75)
     state = PromptCurriculum({9: 1, 8: 4}).updated(verdicts((4, 0), (0, 0), (2, 0), (1, 2), (0, 4)), 1, rule)
     assert state.skipped_until == {8: 4}
     assert state.solve_rates == {0: (1.0,), 1: (0.0,), 2: (0.5,), 3: (0.5,)}
@@ -127,7 +130,7 @@ def test_an_own_function_says_what_is_skipped_beside_the_rule() -> None:
         assert {sample.prompt for sample in samples} == {100, 101}
         return {100: step - 1, 101: 9, 7: 6}
 
-    rule = CurriculumConfig(window=1, max_rate=0.9, skip_steps=4)
+    rule = CurriculumConfig(window=1, max_rate=0.9)
     state = PromptCurriculum({7: 20, 8: 20}).updated(make_infos(SAME, SAME), 5, rule, says)
     assert state.skipped_until == {101: 9, 7: 6, 8: 20}  # 100 was taken back
     for wrong in ([1], {0: "later"}, {0: 1.5}, 3):

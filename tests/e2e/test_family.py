@@ -46,7 +46,7 @@ def test_adaptive_state_survives_restart(train: Train, tmp_path: Path) -> None:
         "entropy: {top_quantile: 0.5, target: 0.1}, "
         "kl: {coef: 0.01, target: 0.001, ref_update_every: 1, ref_update_mix: 0.5}, "
         "filter: {zero_std: refill, metric: reward, oversample_factor: 1.5}, "
-        "curriculum: {window: 1, max_rate: 0.99, skip_steps: 1}}"
+        "curriculum: {window: 1, max_rate: 0.99}}"
     )
     train(algorithm, "run.steps=2")
     assert (tmp_path / "run" / "checkpoints" / "step_000002" / "reference").is_dir()

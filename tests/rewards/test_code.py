@@ -7,7 +7,7 @@ from grpo_mp.rewards import sandbox as sandbox_module
 from grpo_mp.rewards.code import extract_program
 from grpo_mp.rewards.sandbox import Sandbox
 from grpo_mp.rewards.scorer import Scorer
-from grpo_mp.rewards.settings import CodeConfig, RewardConfig
+from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import SampleGroup
 
@@ -24,7 +24,7 @@ def answer(program: str) -> str:
 def score(make_group: MakeGroup) -> Callable[..., list[dict[str, float]]]:
     """Parts of the given responses under the given tests; settings of reward.code as keywords."""
     try:
-        Sandbox(CodeConfig())
+        Sandbox()
     except UserError as error:
         pytest.skip(str(error))
 

@@ -124,7 +124,7 @@ FORMS: dict[str, tuple[dict[str, Any], str, str]] = {
 @pytest.fixture(scope="module")
 def code() -> CodeTests:
     try:
-        Sandbox(CodeConfig())
+        Sandbox()
     except UserError as error:
         pytest.skip(str(error))
     return CodeTests(CodeConfig(timeout_s=60.0))

@@ -14,7 +14,6 @@ import psutil
 import pytest
 
 from grpo_mp.rewards.sandbox import Outcome, Sandbox
-from grpo_mp.rewards.settings import CodeConfig
 from grpo_mp.utils.errors import UserError
 
 LEAVES_A_PROCESS = """
@@ -30,7 +29,7 @@ time.sleep(0.3)
 @pytest.fixture(scope="module")
 def sandbox() -> Sandbox:
     try:
-        return Sandbox(CodeConfig())
+        return Sandbox()
     except UserError as error:
         pytest.skip(str(error))
 
@@ -141,8 +140,7 @@ def test_input_and_status(sandbox: Sandbox) -> None:
 
 OWNER = """
 from grpo_mp.rewards.sandbox import Sandbox
-from grpo_mp.rewards.settings import CodeConfig
-sandbox = Sandbox(CodeConfig())
+sandbox = Sandbox()
 print("an empty program has run", flush=True)
 sandbox.run("import time; time.sleep(300)", "", 300.0)
 """
@@ -165,7 +163,7 @@ def test_a_program_ends_with_the_process_that_wanted_it() -> None:
 def test_a_start_without_a_sandbox_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UserError, match=r"^reward\.code: programs cannot be isolated here \(.*install bubblewrap and"):
-        Sandbox(CodeConfig())
+        Sandbox()
 
 
 @pytest.fixture
@@ -206,14 +204,14 @@ def server() -> Iterator[tuple[str, list[dict[str, object]]]]:
 
 def test_a_server_runs_programs_instead(server: tuple[str, list[dict[str, object]]]) -> None:
     url, asked = server
-    sandbox = Sandbox(CodeConfig(memory_bytes=2**28), url=url)
+    sandbox = Sandbox(url=url)
     assert sandbox.run("print(input())", "abc\n", 3.0) == Outcome(True, "abc")
     assert not sandbox.run("1/0", "", 3.0).succeeded
-    assert (asked[-1]["language"], asked[-1]["run_timeout"], asked[-1]["memory_limit_MB"]) == ("python", 3.0, 256)
+    assert (asked[-1]["language"], asked[-1]["run_timeout"], asked[-1]["memory_limit_MB"]) == ("python", 3.0, 512)
 
 
 def test_a_server_that_does_not_answer_is_refused_at_the_start() -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
     with pytest.raises(UserError, match=rf"http://127\.0\.0\.1:{port}: no answer of a sandbox server: ConnectError"):
-        Sandbox(CodeConfig(), url=f"http://127.0.0.1:{port}")
+        Sandbox(url=f"http://127.0.0.1:{port}")
