@@ -17,7 +17,7 @@ COMMANDS = {
     "pipeline": ("grpo_mp.cli.pipeline:main", "run several stages one after another, each from what a former one made"),
     "launch": ("grpo_mp.cli.launch:main", "submit a run to Slurm, or show what would be submitted"),
     "plan": ("grpo_mp.cli.plan:main", "estimate memory and time of a run, without a GPU"),
-    "report": ("grpo_mp.cli.report:main", "write one HTML page of one or several runs, and print their warnings"),
+    "report": ("grpo_mp.cli.report:main", "write one HTML page of a run, and print its warnings"),
     "watch": ("grpo_mp.cli.watch:main", "follow a run in the terminal"),
     "doctor": ("grpo_mp.cli.doctor:main", "say what is wrong with a machine, a model, or a run that hangs"),
     "convert": ("grpo_mp.cli.convert:main", "compare and convert checkpoints"),

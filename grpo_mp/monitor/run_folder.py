@@ -35,17 +35,8 @@ class RunRecords:
     eval_samples: Mapping[int, tuple[Line, ...]] = field(default_factory=dict)
 
 
-def read_runs(folders: Sequence[Path]) -> tuple[RunRecords, ...]:
-    """Read several run folders. A run's name is its folder's name, or the whole path if names repeat."""
-    if len({folder.resolve() for folder in folders}) < len(folders):
-        raise UserError("a run folder is given twice: give each once")
-    names = [folder.resolve().name for folder in folders]
-    unique = len({*names}) == len(names)
-    return tuple(read_run(folder, name if unique else str(folder)) for folder, name in zip(folders, names, strict=True))
-
-
-def read_run(folder: Path, name: str) -> RunRecords:
-    """Read one run folder. `name`: name of the run in the report."""
+def read_run(folder: Path) -> RunRecords:
+    """Read one run folder."""
     settings = read_settings(folder)
     metrics = read_metrics(folder / METRICS)
     if not metrics:
@@ -55,7 +46,7 @@ def read_run(folder: Path, name: str) -> RunRecords:
     samples, eval_samples = (files_by_step((folder / "samples").glob(f"{kind}_*.jsonl")) for kind in ("step", "eval"))
     with refuse_unreadable(folder):
         return RunRecords(
-            name,
+            folder.resolve().name,
             without_secrets(settings),
             metrics=metrics,
             scores={step: read_scores(file) for step, file in evaluated.items()},

@@ -20,9 +20,9 @@ from typing import Any
 
 from grpo_mp.monitor.curves import CURVES, Curve
 from grpo_mp.monitor.metrics import find_metric
-from grpo_mp.monitor.report.answers import choose_answers
 from grpo_mp.monitor.report.charts import Chart, Series
 from grpo_mp.monitor.report.curves import chart_of
+from grpo_mp.monitor.report.page import choose_answers
 from grpo_mp.monitor.rules import RULES, MetricLine, find_warnings
 from grpo_mp.monitor.run_folder import RunRecords, read_metrics, read_run
 from grpo_mp.utils.findings import Finding
@@ -65,7 +65,7 @@ def make(name: str, out: Path) -> bool:
     lines = run(name, out)
     if not show(name, lines):
         return False
-    records = read_run(out / name, name)
+    records = read_run(out / name)
     (RECORDED / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in recorded(lines)))
     (RECORDED / f"{name}.answers.json").write_text(json.dumps(best_answers(records), indent=1) + "\n")
     return True
@@ -129,8 +129,8 @@ def _chart(metric: str, runs: Sequence[RunRecords]) -> Chart:
     curve = _curve(metric)
     lines = []
     for place, one in enumerate(runs):
-        drawn = chart_of(curve, [one]).series or (Series(one.name, (), ()),)
-        lines.append(replace(drawn[0], name=one.name, color=1 - place, dash=1 - place))
+        drawn = chart_of(curve, one).series or (Series(one.name, (), ()),)
+        lines.append(replace(drawn[0], name=one.name, style=1 - place))
     return Chart(metric, curve.unit, tuple(lines))
 
 

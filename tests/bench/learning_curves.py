@@ -90,7 +90,7 @@ def _series(number: int, preset: str, seeds: list[Steps], name: str) -> Series:
     low = tuple(mean - error for mean, error in zip(means, errors, strict=True))
     high = tuple(mean + error for mean, error in zip(means, errors, strict=True))
     banded = len(seeds) > 1
-    return Series(preset, steps, tuple(means), low if banded else (), high if banded else (), color=number, dash=number)
+    return Series(preset, steps, tuple(means), low if banded else (), high if banded else (), style=number)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Draw the main curves of runs as one SVG file: `python -m tests.bench.picture RUN... --out FILE.svg`."""
+"""Draw the main curves of a run as one SVG file: `python -m tests.bench.picture RUN --out FILE.svg`."""
 
 import argparse
 import io
@@ -11,25 +11,25 @@ from matplotlib.figure import Figure
 
 from grpo_mp.monitor.report.charts import COLORS, STYLE, TEXT, Chart, draw_chart
 from grpo_mp.monitor.report.curves import charts_of, score_charts
-from grpo_mp.monitor.run_folder import RunRecords, read_runs
+from grpo_mp.monitor.run_folder import RunRecords, read_run
 
-# Charts of one picture, beside the scores; with several runs, the title is followed by a run's name.
+# Charts of the picture, beside the scores.
 PICTURED = ("Reward", "Response length", "Supervised loss", "Entropy", "Phases of a step")
 PRINTED = ("#0b62a8", "#b85c00", "#00795a", "#a3397b", "#6b4fc0", "#8a6d00", "#b3261e", "#4a5a68")  # as page.css
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("runs", nargs="+", type=Path)
+    parser.add_argument("run", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    write_charts(main_charts(read_runs(args.runs)), args.out)
+    write_charts(main_charts(read_run(args.run)), args.out)
 
 
-def main_charts(runs: Sequence[RunRecords]) -> tuple[Chart, ...]:
+def main_charts(run: RunRecords) -> tuple[Chart, ...]:
     """Return the most telling charts: scores, reward, length, entropy, phases."""
-    charts = [one for key in ("reward", "lengths", "policy", "time") for one in charts_of(key, runs)]
-    return (*score_charts(runs), *(one for one in charts if one.title.split(", ")[0] in PICTURED))
+    charts = [one for key in ("reward", "lengths", "policy", "time") for one in charts_of(key, run)]
+    return (*score_charts(run), *(one for one in charts if one.title in PICTURED))
 
 
 def write_charts(charts: Sequence[Chart], file: Path, columns: int = 3) -> None:

@@ -52,7 +52,7 @@ def test_every_command_has_its_own_help(command: str, capsys: pytest.CaptureFixt
             "argument --ranks: expected a positive integer, got 0: see `grpo-mp train --help`",
         ),
         (["plan", "x.yaml"], "x.yaml: No such file or directory: give an existing file"),
-        (["report", "no_such"], "no_such: the run folder does not exist: give the run.folder of a run"),
+        (["report", "no_such"], "no_such: no run folder, it has no settings.yaml: give the run.folder of a run"),
     ],
 )
 def test_mistakes_are_one_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,9 +14,8 @@ import yaml
 from safetensors.torch import load_file
 
 from grpo_mp.monitor.metrics import TABLE
-from grpo_mp.monitor.report.page import build_report
-from grpo_mp.monitor.report.tables import settings_tables
-from grpo_mp.monitor.run_folder import read_runs
+from grpo_mp.monitor.report.page import build_report, settings_table
+from grpo_mp.monitor.run_folder import read_run
 from grpo_mp.sft import main
 from tests.conftest import TinyRun
 from tests.e2e.jobs import Job, read_jsonl
@@ -183,9 +182,9 @@ def test_written_metrics_are_those_that_are_listed(runs: Runs) -> None:
 
 
 def test_the_report_has_its_losses_and_settings(runs: Runs) -> None:
-    records = read_runs([runs.undisturbed])
-    table = settings_tables(records)[0]
-    assert table.columns == ("setting", "undisturbed")
+    records = read_run(runs.undisturbed)
+    table = settings_table(records)
+    assert table.columns == ("setting", "value")
     assert ("sft.batch_size", str(BATCH)) in table.rows
     charts = {chart.title: chart for section in build_report(records).sections for chart in section.charts}
     assert [series.name for series in charts["Supervised loss"].series] == ["train", "held out sums"]

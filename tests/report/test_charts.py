@@ -1,11 +1,8 @@
-"""The lines of charts: which points are kept, what tells them apart."""
+"""The points of charts that are kept."""
 
 import math
 
-from grpo_mp.monitor.curves import Curve
-from grpo_mp.monitor.report.charts import DASHES, LINES
-from grpo_mp.monitor.report.curves import POINTS, chart_of, downsample
-from grpo_mp.monitor.run_folder import RunRecords
+from grpo_mp.monitor.report.curves import POINTS, downsample
 
 
 def test_downsampling_keeps_ends_extremes_and_gaps() -> None:
@@ -18,11 +15,3 @@ def test_downsampling_keeps_ends_extremes_and_gaps() -> None:
     assert kept == sorted({*kept})
     assert {0, 777, 1234, 2500, 4321, 4999} <= {*kept}
     assert downsample([values[:POINTS]], POINTS) == list(range(POINTS))
-
-
-def test_many_runs_are_told_apart() -> None:
-    """By colour and dash, also where there are more runs than colours."""
-    lines = ({"step": 1.0, "a/x": 1.0, "a/y": 2.0}, {"step": 2.0, "a/x": 1.0, "a/y": 2.0})
-    runs = [RunRecords(f"run{i}", {}, lines, {}, {}) for i in range(20)]
-    series = chart_of(Curve("a", "", {"": "a/*"}), runs).series
-    assert len(series) == len({(one.color % LINES, one.dash % len(DASHES)) for one in series}) == 40

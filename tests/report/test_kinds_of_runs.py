@@ -8,8 +8,7 @@ from rich.console import Console
 
 from grpo_mp.config.load import check_settings, dump_settings
 from grpo_mp.monitor.report.curves import charts_of
-from grpo_mp.monitor.report.page import build_report
-from grpo_mp.monitor.report.tables import scores_table
+from grpo_mp.monitor.report.page import scores_tables
 from grpo_mp.monitor.rules import find_warnings
 from grpo_mp.monitor.run_folder import RunRecords, read_run
 from grpo_mp.monitor.watch import curves
@@ -29,27 +28,17 @@ def make_supervised(folder: Path) -> RunRecords:
     folder.mkdir()
     (folder / "settings.yaml").write_text(dump_settings(check_settings(MINIMAL_SETTINGS, "test")))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(supervised(step)) + "\n" for step in range(1, 7)))
-    return read_run(folder, "sft")
+    return read_run(folder)
 
 
 def test_each_set_of_held_out_rows_has_a_line(tmp_path: Path) -> None:
     run = make_supervised(tmp_path / "run")
-    (loss,) = (chart for chart in charts_of("policy", [run]) if chart.title == "Supervised loss")
+    (loss,) = (chart for chart in charts_of("policy", run) if chart.title == "Supervised loss")
     assert {line.name: line.values[-1] for line in loss.series} == {
         "train": 1.4,
         "held out sums": 1.5,
         "held out code": 2.5,
     }
-
-
-def test_a_supervised_run_is_not_asked_for_answers(tmp_path: Path) -> None:
-    sections = {section.key: section for section in build_report([make_supervised(tmp_path / "run")]).sections}
-    assert sections["scores"].missing.startswith("Supervised fine-tuning scores no answers")
-    assert sections["samples"].missing == "Supervised fine-tuning generates no answers."
-    grpo = {
-        section.key: section for section in build_report([RunRecords("grpo", {}, [{"step": 1.0}], {}, {})]).sections
-    }
-    assert grpo["scores"].missing.startswith("No evaluation was run")
 
 
 def test_the_live_view_shows_the_losses_of_a_supervised_run_and_of_a_critic() -> None:
@@ -61,11 +50,13 @@ def test_the_live_view_shows_the_losses_of_a_supervised_run_and_of_a_critic() ->
         assert words in shown.get()
 
 
-def test_one_evaluation_is_before_and_not_after(tmp_path: Path) -> None:
-    run = read_run(make_run(tmp_path / "run", 4), "run")
-    assert next(row[3:] for row in scores_table([run]).rows) == ("25.0% ± 1.0", "75.0% ± 1.0", "+50.0 points")
+def test_one_evaluation_has_no_change(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path / "run", 4))
+    (table,) = scores_tables(run)
+    assert table.rows[0] == ("held_out", "avg@2", "25.0% ± 1.0", "75.0% ± 1.0", "+50.0 points")
     first = RunRecords("run", {}, run.metrics, {0: run.scores[0]}, {})
-    assert next(row[3:] for row in scores_table([first]).rows) == ("25.0% ± 1.0", "", "")
+    (table,) = scores_tables(first)
+    assert table.rows[0][2:] == ("", "25.0% ± 1.0", "")
 
 
 def test_a_healthy_run_without_groups_has_no_warning() -> None:

@@ -33,8 +33,7 @@ class Series:
     values: tuple[float, ...]
     low: tuple[float, ...] = ()
     high: tuple[float, ...] = ()
-    color: int = 0
-    dash: int = 0
+    style: int = 0  # number of its colour and dashes
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def draw_chart(axes: "Axes", chart: Chart) -> None:
 
 def _draw_lines(axes: "Axes", chart: Chart) -> None:
     for series in chart.series:
-        color, dashes = COLORS[series.color % LINES], DASHES[series.dash % len(DASHES)]
+        color, dashes = COLORS[series.style % LINES], DASHES[series.style % len(DASHES)]
         marker = "o" if len(series.x) < 12 else None
         (line,) = axes.plot(series.x, series.values, color=color, marker=marker, markersize=3.5, lw=1.6)
         if dashes:
@@ -87,7 +86,7 @@ def _draw_lines(axes: "Axes", chart: Chart) -> None:
 
 
 def _draw_areas(axes: "Axes", chart: Chart) -> None:
-    colors = [COLORS[series.color % LINES] for series in chart.series]
+    colors = [COLORS[series.style % LINES] for series in chart.series]
     axes.stackplot(chart.series[0].x, [series.values for series in chart.series], colors=colors, alpha=0.8)
 
 
@@ -98,8 +97,8 @@ def legend(chart: Chart) -> tuple[tuple[str, str, str], ...]:
     return tuple(
         (
             series.name,
-            f"var(--line{series.color % LINES})",
-            "area" if chart.stacked else " ".join(map(str, DASHES[series.dash % len(DASHES)])),
+            f"var(--line{series.style % LINES})",
+            "area" if chart.stacked else " ".join(map(str, DASHES[series.style % len(DASHES)])),
         )
         for series in chart.series
         if not chart.stacked or any(series.values)
