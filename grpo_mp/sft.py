@@ -19,7 +19,7 @@ from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.trainer.command_line import command, print_once, started_job
 from grpo_mp.trainer.describe import describe_sft
 from grpo_mp.trainer.loop import TrainingLoop, finish_save, is_due, note_skipped
-from grpo_mp.trainer.replica_check import CHECK_EVERY, check_replicas
+from grpo_mp.trainer.replica_check import check_replicas
 from grpo_mp.trainer.sft_context import SftContext, open_sft_context
 from grpo_mp.trainer.sft_preflight import SftInputs, run_sft_preflight
 from grpo_mp.trainer.sft_step import (
@@ -66,7 +66,7 @@ def update_policy(ctx: SftContext, batch: SftBatch, step: int) -> tuple[UpdateRe
     """Run the step's optimizer update and advance `ctx.state`; return its report and the loss metrics."""
     finish_save(ctx)
     with ctx.phases.phase(Phase.TRAIN):
-        check_replicas(ctx.policy, step, CHECK_EVERY)
+        check_replicas(ctx.policy, step)
         report, measured = supervised_update(ctx.policy, batch.packed)
         skipped_in_a_row = note_skipped(ctx, [report], step)
     ctx.state = replace(

@@ -27,8 +27,8 @@ from grpo_mp.trainer.logprobs import compute_logprobs
 from grpo_mp.trainer.loop import TrainingLoop, finish_save, is_due, note_skipped
 from grpo_mp.trainer.preflight import RunInputs, run_preflight, run_replay_preflight
 from grpo_mp.trainer.replay import FOLDER, RolloutShape, dump_step, replay_settings
-from grpo_mp.trainer.replica_check import CHECK_EVERY, check_replicas
-from grpo_mp.trainer.step_logger import StepLogger, StepOutcome, StepRecord, disk_may_be_full
+from grpo_mp.trainer.replica_check import check_replicas
+from grpo_mp.trainer.step_logger import StepLogger, StepOutcome, StepRecord
 from grpo_mp.trainer.update import critic_step, train_step, update_reference
 from grpo_mp.utils.parsers import train_parser
 from grpo_mp.utils.phases import Phase
@@ -114,8 +114,7 @@ def dump_rollouts(ctx: RolloutContext, rollouts: RolloutBatch, step: int) -> Non
         with ctx.phases.phase(Phase.SCORE, "dump"):
             folder, shape = ctx.settings.run.folder / FOLDER, RolloutShape.of(ctx.settings, ctx.inputs.hf)
             own = replace(rollouts, groups=rollouts.of_own_engine)
-            with disk_may_be_full(f"the rollouts of step {step}"):
-                dump_step(folder, step, batch=own, shape=shape, rank=ctx.job.rank, ranks=ctx.job.world_size)
+            dump_step(folder, step, batch=own, shape=shape, rank=ctx.job.rank, ranks=ctx.job.world_size)
 
 
 def send_experts(ctx: RolloutContext, rollouts: RolloutBatch, step: int) -> None:
@@ -167,7 +166,7 @@ def update_critic(ctx: TrainContext, updates: UpdateBatches, step: int) -> list[
         return []
     finish_save(ctx)
     with ctx.phases.phase(Phase.TRAIN, "critic"):
-        check_replicas(ctx.critic, step, CHECK_EVERY)
+        check_replicas(ctx.critic, step)
         reports = critic_step(ctx.critic, updates, ctx.settings.critic, ctx.settings.training.epochs)
     ctx.state = replace(ctx.state, critic_skipped_in_a_row=note_skipped(ctx, reports, step, "critic"))
     return reports
@@ -178,7 +177,7 @@ def update_policy(ctx: TrainContext, rollouts: RolloutBatch, updates: UpdateBatc
     finish_save(ctx)
     algorithm, epochs = ctx.settings.algorithm, ctx.settings.training.epochs
     with ctx.phases.phase(Phase.TRAIN):
-        check_replicas(ctx.policy, step, CHECK_EVERY)
+        check_replicas(ctx.policy, step)
         ctx.recovery.keep_weights()
         warms_up = ctx.settings.critic is not None and step <= ctx.settings.critic.warmup_steps
         reports, adaptive_coefs = train_step(

@@ -3,10 +3,8 @@
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from shutil import rmtree
 from types import TracebackType
 
-from grpo_mp.checkpoint.hf_writer import incomplete_folder
 from grpo_mp.checkpoint.run_state import EXPORTS, FINAL, METRICS
 from grpo_mp.config.sections import RunConfig
 from grpo_mp.distributed.process_groups import all_gather, broadcast
@@ -18,7 +16,7 @@ from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.trainer.job import PolicyContext
 from grpo_mp.trainer.save import export_adapters, export_policy
 from grpo_mp.trainer.step_logger import StepLogger, StepRecord
-from grpo_mp.utils.errors import DiskError, EarlyStopError
+from grpo_mp.utils.errors import EarlyStopError
 from grpo_mp.utils.phases import SAVE_WAIT, Phase
 
 SHOWN_PARAMETERS = 3  # names in a message
@@ -71,16 +69,18 @@ class TrainingLoop:
         self._reporter.step(step)
         self._guards.check(step, record.scalars)
         if run.export_every and step % run.export_every == 0:
-            self._export_step(step)  # before the save: a run that resumes from it has this export
+            export(
+                ctx, run.folder / EXPORTS / f"step_{step:06d}"
+            )  # before the save: a run that resumes from it has this export
         if is_due(step, run.save_every, run):
-            self._save(last=step == run.steps)
+            self._save()
 
     def end(self) -> None:
         """Write the last report and, if missing, the last checkpoint; close the loggers."""
         self._reporter.end(early=not self.is_done)
         finish_save(self._ctx)
         if max(self._first_step, self._ctx.saver.saved_step) < self._ctx.state.step:
-            self._save(last=True)
+            self._save()
             finish_save(self._ctx)
         self._logger.close()
 
@@ -96,21 +96,9 @@ class TrainingLoop:
             merge_traces(run.folder)
         return True
 
-    def _save(self, last: bool) -> None:
+    def _save(self) -> None:
         with self._ctx.phases.phase(Phase.SAVE):
-            self._ctx.saver.save(self._ctx.state, last, before=self._logger.flush)
-
-    def _export_step(self, step: int) -> None:
-        ctx, folder = self._ctx, self._ctx.settings.run.folder / EXPORTS / f"step_{step:06d}"
-        try:
-            export(ctx, folder)
-        except DiskError as error:
-            if ctx.parallel.rank == 0:  # adapters are useless without their export
-                for half in (incomplete_folder(adapter_folder(folder)), adapter_folder(folder)):
-                    rmtree(half, ignore_errors=True)
-            ctx.saver.failed_exports.add(error, incomplete_folder(folder), last=False)
-        else:
-            ctx.saver.failed_exports.forget()
+            self._ctx.saver.save(self._ctx.state, before=self._logger.flush)
 
 
 def is_due(step: int, every: int, run: RunConfig) -> bool:

@@ -4,6 +4,7 @@ import logging
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -57,30 +58,6 @@ FAILED_LIMIT_S = 20.0  # how long a run that failed waits for its last checkpoin
 LOGGER = logging.getLogger(__name__)
 
 
-MAX_FAILED_SAVES = 3  # in a row, while the run continues
-
-
-class FailedSaves:
-    """Counts consecutive saves that failed because of the disk; the count is equal on all ranks."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank, self._count = rank, 0
-
-    def add(self, error: DiskError, folder: Path, last: bool) -> None:
-        """Count a failed save and remove its folder; raise DiskError after too many failures, or if no save follows."""
-        self._count += 1
-        if self._rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-        if last or self._count > MAX_FAILED_SAVES:
-            raise DiskError(f"{error}; make room, or name another run.folder, and start again: what is whole is kept")
-        if self._rank == 0:
-            left = f"{self._count} of {MAX_FAILED_SAVES} in a row"
-            LOGGER.warning("%s; training goes on, and the next save tries again: %s", error, left)
-
-    def forget(self) -> None:
-        self._count = 0
-
-
 @dataclass(frozen=True)
 class _Save:
     """A checkpoint that is written in the background."""
@@ -88,7 +65,6 @@ class _Save:
     task: BackgroundTask
     folder: Path
     step: int
-    last: bool
 
 
 class CheckpointSaver:
@@ -109,41 +85,42 @@ class CheckpointSaver:
         self._weights_later = weights_stay and policy.reference is None
         self._task: _Save | None = None
         self.saved_step = 0  # step of the last complete checkpoint of this process
-        self._failures = FailedSaves(policy.parallel.rank)
-        self.failed_exports = FailedSaves(policy.parallel.rank)
         # A separate group, because the loop uses the other groups meanwhile.
         group = make_groups([range(policy.parallel.world_size)], limit_s)
         assert group is not None  # every rank is in it
         self._group = group
 
-    def save(self, state: TrainState, last: bool = False, before: Callable[[], None] = lambda: None) -> None:
+    def save(self, state: TrainState, before: Callable[[], None] = lambda: None) -> None:
         """Begin a checkpoint, which `finish` completes; before that, the optimizer state must not change or move.
 
-        `last`: no later save follows, so a failure is raised; `before`: flushes other files first, may raise OSError.
+        `before`: flushes other files first, may raise OSError.
         """
         self.finish()
         folder = checkpoint_folder(self._run.folder, state.step)
-        try:
+        with self._removing_half(folder):
             written, writers = self._begin(folder, state, before)
-        except DiskError as error:
-            self._failures.add(error, folder, last)
-            return
         write_rest = partial(self._write_rest, folder, deepcopy(state), written, writers)
         task = BackgroundTask(write_rest, f"save of step {state.step} on rank {self._policy.parallel.rank}")
-        self._task = _Save(task, folder, state.step, last)
+        self._task = _Save(task, folder, state.step)
 
     def finish(self) -> None:
         """Wait until the last checkpoint is complete; re-raise its error, or PhaseTimeout after the time limit."""
         save, self._task = self._task, None
         if not save:
             return
-        try:
+        with self._removing_half(save.folder):
             save.task.wait(self._policy.parallel.rank, Phase.SAVE, self._limit_s)
+        self.saved_step = save.step
+
+    @contextmanager
+    def _removing_half(self, folder: Path) -> Iterator[None]:
+        """Remove the checkpoint folder if the disk fails in the body."""
+        try:
+            yield
         except DiskError as error:
-            self._failures.add(error, save.folder, save.last)
-        else:
-            self.saved_step = save.step
-            self._failures.forget()
+            if self._policy.parallel.rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise DiskError(f"{error}; make room, or name another run.folder, and start again") from error
 
     def __enter__(self) -> "CheckpointSaver":
         return self

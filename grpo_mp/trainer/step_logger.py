@@ -2,8 +2,7 @@
 
 import logging
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,6 @@ from grpo_mp.trainer.metrics import (
     update_metrics,
 )
 from grpo_mp.trainer.phase_manager import MemoryTracker
-from grpo_mp.utils.errors import DISK_ERRORS, one_line
 from grpo_mp.utils.types import MicroBatch, SampleGroup
 from grpo_mp.weight_sync.compare import CheckReport
 from grpo_mp.weight_sync.update import SyncReport
@@ -192,8 +190,7 @@ class StepLogger:
             return
         write_metrics(self.loggers, step, scalars=record.scalars, histograms=record.histograms, texts=record.texts)
         if record.groups:
-            with disk_may_be_full(f"the samples of step {step}"):
-                write_samples(self.folder, step, record.groups)
+            write_samples(self.folder, step, record.groups)
         for finding in self.watch.step({"step": step, **record.scalars}):
             self.progress.note(f"warning: step {step}: {finding.sentence}. {finding.advice}")
 
@@ -205,13 +202,11 @@ class StepLogger:
         self.progress.print_eval(step, scores)
         first = step_file(self.folder, 0)
         figure = plot_pass_at_k(read_scores(first) if step and first.exists() else {}, scores)
-        with disk_may_be_full(f"the scores of step {step}"):
-            write_scores(step_file(self.folder, step), scores, step=step)
-            if evaluation.shown:
-                write_eval_samples(self.folder, step, evaluation.shown)
-            if figure:
-                write_svg(figure, self.folder / PASS_AT_K_FILE)
+        write_scores(step_file(self.folder, step), scores, step=step)
+        if evaluation.shown:
+            write_eval_samples(self.folder, step, evaluation.shown)
         if figure:
+            write_svg(figure, self.folder / PASS_AT_K_FILE)
             for logger in self.loggers:
                 logger.image(step, "eval/pass_at_k", figure)
 
@@ -244,17 +239,6 @@ def rank_metrics(summaries: Sequence[StepSummary]) -> dict[str, float]:
     """Return slowest / median time of a rank in LOGPROB, a phase in which replicas do not wait for each other."""
     seconds = [summary.seconds["LOGPROB"] for summary in summaries]
     return {"time/slowest_rank_ratio": max(seconds) / statistics.median_low(seconds)} if seconds else {}
-
-
-@contextmanager
-def disk_may_be_full(what: str) -> Iterator[None]:
-    """Log a warning instead of raising if the disk is full or broken. `what`: plural subject of the warning."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in DISK_ERRORS:
-            raise
-        LOGGER.warning("%s are not written: %s", what, one_line(error))
 
 
 def sync_metrics(sync: SyncReport, check: CheckReport) -> dict[str, float]:

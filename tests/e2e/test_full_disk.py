@@ -31,15 +31,12 @@ def run(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.nightly
-def test_a_run_goes_on_while_its_disk_is_full_and_ends_where_that_lasts(run: Path, start_job: StartJob) -> None:
+def test_a_run_ends_where_its_disk_is_full_and_resumes_where_there_is_room(run: Path, start_job: StartJob) -> None:
     brief = ("data.eval={}", "run.export=false", "run.save_every=1", f"run.steps={STEPS}")
     ended = outcome(start_job(f"run.folder={run}", *brief))
     assert (ended.status, ended.left) == (2, [])
     told = ended.err.splitlines()
-    goes_on = next(line for line in told if "training goes on" in line)
-    assert f"{checkpoint_folder(run, 3)} cannot be written (rank " in goes_on
-    assert "No space left on device; training goes on, and the next save tries again: 1 of 3 in a row" in goes_on
-    assert any(line.startswith("error: ") for line in told)  # the next save, or a line of metrics, has no room either
+    assert any(line.startswith("error: ") for line in told)
     assert all("No space left on device" in line or "another rank failed" in line for line in told)
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000001", "step_000002"]
 

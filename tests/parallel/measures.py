@@ -430,7 +430,7 @@ def drifted(bench: Bench) -> Result:
 
 def _check_replicas(policy: Policy) -> str:
     try:
-        check_replicas(policy, 7)
+        check_replicas(policy, 7, every=1)
     except EarlyStopError as error:
         return str(error)
     return ""

@@ -2,7 +2,6 @@
 
 import pytest
 
-from grpo_mp.trainer.replica_check import find_drifted
 from tests.parallel.cases import DRIFTED, Case
 from tests.parallel.conftest import Outcomes
 
@@ -32,9 +31,3 @@ def test_one_flipped_bit_is_found_wherever_a_replica_is(case: Case, outcomes: Ou
         name = tensor + " of the reference" * (where == "reference")
         start = f"step 7: rank {', '.join(map(str, named))}: weights are not those of the other data-parallel replicas"
         assert sentence.startswith(f"{start}, in {name}: ")
-
-
-def test_the_minority_drifted() -> None:
-    rows = {0: (1, 5, 7), 4: (1, 6, 7), 8: (2, 5, 8), 12: (1, 5, 8)}
-    assert find_drifted(rows, ["a", "b", "c"]) == {8: ["a", "c"], 4: ["b", "c"], 0: ["c"], 12: ["c"]}
-    assert find_drifted({0: (1,), 1: (1,)}, ["a"]) == {}

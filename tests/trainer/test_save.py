@@ -15,7 +15,6 @@ import torch
 from grpo_mp.checkpoint import chunk_files
 from grpo_mp.checkpoint.chunk_files import ChunkWriter, WrittenChunks
 from grpo_mp.checkpoint.hf_reader import HfReader
-from grpo_mp.checkpoint.hf_writer import begin_hf, incomplete_folder
 from grpo_mp.checkpoint.run_state import MANIFEST, TrainState, checkpoint_folder, latest_checkpoint, read_manifest
 from grpo_mp.config import load_settings
 from grpo_mp.distributed.process_groups import Parallel
@@ -23,10 +22,9 @@ from grpo_mp.monitor.reporter import Reporter
 from grpo_mp.platform.pinned import PinnedBuffer
 from grpo_mp.policy.checkpoint import local_weight_chunks, optimizer_chunks
 from grpo_mp.policy.policy import Policy
-from grpo_mp.trainer import loop
 from grpo_mp.trainer.job import build_policy
 from grpo_mp.trainer.loop import TrainingLoop
-from grpo_mp.trainer.save import CheckpointSaver, FailedSaves
+from grpo_mp.trainer.save import CheckpointSaver
 from grpo_mp.trainer.step_logger import StepLogger
 from grpo_mp.utils.errors import DiskError
 from tests.conftest import TinyRun
@@ -199,7 +197,7 @@ def fail(*_: Any) -> memoryview:
     raise OSError(28, "No space left on device")
 
 
-def test_errors_in_the_background_end_the_run_at_last_and_leave_the_former_checkpoint(
+def test_errors_in_the_background_end_the_run_and_leave_the_former_checkpoint(
     tiny_run: TinyRun, parallel: Parallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: Gate
 ) -> None:
     trainer = make_trainer(tiny_run, parallel, tmp_path)
@@ -211,11 +209,8 @@ def test_errors_in_the_background_end_the_run_at_last_and_leave_the_former_check
         saver.save(TrainState(step=2))  # weights are written
         monkeypatch.setattr(chunk_files, "memory_of", fail)
         gate.opened.set()
-        for step in (3, 4):
-            saver.save(TrainState(step=step))  # MAX_FAILED_SAVES is 3
-        saver.finish()
-        with pytest.raises(DiskError, match=r"step_000005 cannot be written \(rank 0\): .*No space .*; make room"):
-            saver.save(TrainState(step=5))
+        with pytest.raises(DiskError, match=r"step_000002 cannot be written \(rank 0\): .*No space .*; make room"):
+            saver.save(TrainState(step=3))
     assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["step_000001"]
     assert latest_checkpoint(tmp_path) == checkpoint_folder(tmp_path, 1)
 
@@ -245,38 +240,9 @@ def loop_of(ctx: Any, first_step: int = 0) -> TrainingLoop:
     return made
 
 
-def test_failed_exports_leave_nothing_and_count_only_in_a_row(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_run: TinyRun
+def test_a_run_that_is_stopped_behind_its_last_save_saves_again(
+    tiny_run: TinyRun, parallel: Parallel, tmp_path: Path
 ) -> None:
-    settings = load_settings(tiny_run.config, [f"run.folder={tmp_path}"])
-    monkeypatch.setattr("grpo_mp.trainer.save.MAX_FAILED_SAVES", 1)
-    exports = FailedSaves(rank=0)
-    ctx: Any = SimpleNamespace(
-        settings=settings, saver=SimpleNamespace(failed_exports=exports), parallel=SimpleNamespace(rank=0)
-    )
-    fails = True
-
-    def export(_: object, folder: Path) -> None:
-        begin_hf(folder)
-        (incomplete_folder(folder) / "shard-0-0").write_bytes(b"half of it")
-        if fails:
-            loop.adapter_folder(folder).mkdir()  # its adapters were whole before the disk was full
-            raise DiskError(f"{folder} cannot be written")
-        incomplete_folder(folder).rename(folder)
-
-    monkeypatch.setattr(loop, "export", export)
-    for step, fails in enumerate((True, False, True), start=1):  # noqa: B007 - `export` reads it
-        loop_of(ctx)._export_step(step)
-    assert [folder.name for folder in (tmp_path / "exports").iterdir()] == ["step_000002"]
-    with pytest.raises(DiskError, match="make room"):
-        loop_of(ctx)._export_step(4)
-
-
-@pytest.mark.parametrize("passes", [True, False], ids=["there is room again", "there is none"])
-def test_a_run_that_is_stopped_behind_a_failed_save_saves_again(
-    tiny_run: TinyRun, parallel: Parallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passes: bool
-) -> None:
-    """It ends as one that can be resumed only where the last step is on disk."""
     trainer, nothing = make_trainer(tiny_run, parallel, tmp_path), lambda *_: nullcontext()
     with saver_of(trainer) as saver:
         ctx: Any = SimpleNamespace(
@@ -288,14 +254,6 @@ def test_a_run_that_is_stopped_behind_a_failed_save_saves_again(
         )
         loop_of(ctx, first_step=2).end()  # it was stopped before its first step
         assert latest_checkpoint(tmp_path) is None
-        with monkeypatch.context() as full:
-            full.setattr(ChunkWriter, "write", fail)
-            loop_of(ctx)._save(last=False)
-            saver.finish()
-            if not passes:
-                with pytest.raises(DiskError, match="step_000002 cannot be written"):
-                    loop_of(ctx).end()
-                return
         loop_of(ctx).end()
         assert latest_checkpoint(tmp_path) == checkpoint_folder(tmp_path, 2)
         written = (checkpoint_folder(tmp_path, 2) / MANIFEST).stat().st_mtime_ns
