@@ -60,7 +60,7 @@ SECTIONS: dict[str, Any] = {  # settings that affect the answers and their score
 }
 # Settings of these sections that affect only where and how fast answers are computed and scored.
 NEUTRAL = re.compile(
-    r"reward\..*(url|api_key_env|gpus_per_server|timeout_s)"
+    r"reward\..*(url|api_key_env|args\.tp_size|timeout_s)"
     r"|engine\.args\.(mem_fraction_static|max_running_requests|chunked_prefill_size)"
 )
 

@@ -1,27 +1,10 @@
 """Settings of on-policy distillation."""
 
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from grpo_mp.utils.section import Section, ServedModelConfig
-
-
-class TeacherConfig(ServedModelConfig):
-    """The model that the policy learns from: a server at `url`, or those that the job itself starts on a `folder`."""
-
-    folder: Path | None = Field(
-        None,
-        description="instead of url: a folder that the job serves on its own devices (TRL "
-        "teacher_model_name_or_path, slime opd_teacher_load); with schedule=colocated",
-    )
-
-    @model_validator(mode="after")
-    def _is_somewhere(self) -> "TeacherConfig":
-        if (self.url is None) == (self.folder is None):
-            raise ValueError("set url, where the teacher is served, or folder, which the job serves; not both")
-        return self
 
 
 class DistillationConfig(Section):
@@ -30,7 +13,9 @@ class DistillationConfig(Section):
     With topk their loss is the divergence from the teacher's most likely tokens instead.
     """
 
-    teacher: TeacherConfig = Field(description="the model that is learned from")
+    teacher: ServedModelConfig = Field(
+        description="the model that is learned from (TRL teacher_model_name_or_path, slime opd_teacher_load)"
+    )
     coef: float = Field(1.0, gt=0, description="weight of the teacher's part (slime opd_kl_coef)")
     advantage: Literal["replace", "add"] = Field(
         "replace", description="replace: learn from the teacher alone; add: from rewards, too"

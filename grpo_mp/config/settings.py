@@ -176,22 +176,22 @@ class Settings(Section):
     def _check_own_reward_models(self) -> "Settings":
         rule = self.algorithm.filter
         for name, model in self.reward.own_models.items():
-            folder = f"reward.model.folder={model.folder}"
+            path = f"reward.model.path={model.path}"
             if not self.shares_devices:
                 raise ValueError(
-                    f"{folder} is served in SCORE on the devices of all ranks, which schedule={self.schedule} has no "
-                    f"phase for: set schedule=colocated, or serve it elsewhere and set reward.model.url"
+                    f"{path} is served in SCORE on the devices of all ranks, which schedule={self.schedule} has no "
+                    f"phase for: set schedule=colocated, or serve it elsewhere and give its URL"
                 )
             if name == "model" and self.reward.correct == name:
                 raise ValueError(
-                    f"reward.correct={name} decides in evaluations and filters, too, and {folder} is asked in SCORE "
-                    "alone: name another term, or serve the model elsewhere and set reward.model.url"
+                    f"reward.correct={name} decides in evaluations and filters, too, and {path} is asked in SCORE "
+                    "alone: name another term, or serve the model elsewhere and give its URL"
                 )
             if rule.zero_std != "keep" and not needs_correctness(rule.metric):
                 raise ValueError(
                     f"algorithm.filter.metric={rule.metric} needs the whole reward while groups are generated, and "
-                    f"{folder} is asked in SCORE alone: set metric=accuracy or zero_std=keep, or serve the model "
-                    "elsewhere and set reward.model.url"
+                    f"{path} is asked in SCORE alone: set metric=accuracy or zero_std=keep, or serve the model "
+                    "elsewhere and give its URL"
                 )
         return self
 
@@ -203,9 +203,9 @@ class Settings(Section):
         section = "algorithm.distillation"
         if distillation.teacher.folder and not self.shares_devices:
             raise ValueError(
-                f"{section}.teacher.folder={distillation.teacher.folder} is served in SCORE on the devices of all "
+                f"{section}.teacher.path={distillation.teacher.path} is served in SCORE on the devices of all "
                 f"ranks, which schedule={self.schedule} has no phase for: set schedule=colocated, or serve it "
-                f"elsewhere and set {section}.teacher.url"
+                "elsewhere and give its URL"
             )
         values = (distillation.topk or 0) * self.rollout.max_response_tokens
         if values > MAX_TOPK_VALUES:

@@ -57,7 +57,7 @@ class ServedModelClient:
             raise UserError(f"{self.section}.api_key_env: {variable} is not set in the environment: export it")
         self._retries, self._key_variable = RETRIES if retries is None else retries, variable
         key = os.environ[variable].strip() if variable else ""
-        url = settings.url or ""
+        url = settings.url
         self._servers = cycle([Server(url, {"Authorization": f"Bearer {key}"} if key else {})])
         self._http = httpx.Client(
             timeout=timeout_s or (settings.timeout_s if isinstance(settings, JudgeConfig) else TIMEOUT_S),

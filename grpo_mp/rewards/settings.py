@@ -3,7 +3,6 @@
 import re
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -69,16 +68,8 @@ class LanguageConfig(Section):
 
 
 class RewardModelConfig(ServedModelConfig):
-    """A reward model behind SGLang: a server at `url`, or those that the job itself starts on a `folder`."""
+    """A reward model behind SGLang, with a head of one label (verl reward_model.model.path)."""
 
-    url: str | None = Field(
-        None, pattern="^https?://", description="an SGLang server with a reward head and the policy's tokenizer"
-    )
-    folder: Path | None = Field(
-        None,
-        description="instead of url: a folder with a reward head that the job serves on its own devices (verl "
-        "reward_model.model.path); with schedule=colocated",
-    )
     weight: float = Field(1.0, description="weight of its score in the reward")
 
 
@@ -254,13 +245,9 @@ class RewardConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _models_are_somewhere(self) -> "RewardConfig":
+    def _steps_have_a_model(self) -> "RewardConfig":
         if self.steps == MODEL and not self.model:
-            raise ValueError("reward.steps=model needs reward.model: set its url or folder")
-        if self.model and (self.model.url is None) == (self.model.folder is None):
-            raise ValueError(
-                "reward.model: set url, where a reward model is served, or folder, which the job serves; not both"
-            )
+            raise ValueError("reward.steps=model needs reward.model: set its path")
         return self
 
     @model_validator(mode="after")

@@ -164,7 +164,7 @@ def check_served_tokens(settings: ServedModelConfig, tokenizer: PreTrainedTokeni
     if different:
         first = different[0]
         raise UserError(
-            f"{SECTION}.url: {len(different)} of the policy's {len(own)} tokens are others there, such as "
+            f"{SECTION}.path: {len(different)} of the policy's {len(own)} tokens are others there, such as "
             f"{numbers[first]}: {served[first : first + 1]} instead of {own[first]!r}: take one of the same family"
         )
     return ""

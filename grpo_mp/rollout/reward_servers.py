@@ -162,7 +162,7 @@ def log_name(name: str) -> str:
 def server_spec(
     settings: Settings, model: ServedModelConfig, rank: int, cpu: bool, has_head: bool = True
 ) -> EngineSpec | None:
-    """Return the specification of the server that a rank hosts; None unless it is the first of `gpus_per_server` ranks.
+    """Return the specification of the server that a rank hosts; None unless it is the first of the server's ranks.
 
     `has_head`: the server returns one score for a sequence; False: logprobs of its tokens.
     """
@@ -198,17 +198,17 @@ def check_served_models(
     trust = settings.model.trust_remote_code
     for name, model in served_models(settings, rewards=True, teacher=teacher).items():
         section, gpus = SECTION if name == TEACHER else "reward.model", model.gpus_per_server
-        if ranks_per_node % gpus or world_size % gpus:
+        if gpus < 1 or ranks_per_node % gpus or world_size % gpus:
             raise UserError(
-                f"{section}.gpus_per_server={gpus} does not divide the {ranks_per_node} ranks of a node "
+                f"{section}.args.tp_size={gpus} does not divide the {ranks_per_node} ranks of a node "
                 f"({world_size} in all): set a divisor"
             )
-        check_arguments(model.args, f"{section}.args")
+        check_arguments({name: value for name, value in model.args.items() if name != "tp_size"}, f"{section}.args")
         assert model.folder
-        _check_folder(model.folder, f"{section}.folder={model.folder}", name == TEACHER, settings.max_request_tokens)
+        _check_folder(model.folder, f"{section}.path={model.folder}", name == TEACHER, settings.max_request_tokens)
         kind = "teacher" if name == TEACHER else "reward model"
         remedy = f"take a {kind} of the same family"
-        check_tokens(model.folder, f"{section}.folder", tokenizer, remedy=remedy, trust_remote_code=trust)
+        check_tokens(model.folder, f"{section}.path", tokenizer, remedy=remedy, trust_remote_code=trust)
 
 
 def _check_folder(folder: Path, where: str, is_teacher: bool, request_tokens: int) -> None:

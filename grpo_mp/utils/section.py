@@ -8,6 +8,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
+from grpo_mp.utils.errors import read_number
 from grpo_mp.utils.user_code import PYTHON_FILE
 
 VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)")
@@ -45,15 +46,31 @@ class Section(BaseModel):
 
 
 class ServedModelConfig(Section):
-    """A model behind SGLang: a server at `url`, or those that the job itself starts on a `folder`."""
+    """A model behind SGLang with the policy's tokenizer: a server, or a folder that the job itself serves."""
 
-    url: str | None = Field(None, pattern="^https?://", description="an SGLang server with the policy's tokenizer")
-    folder: Path | None = Field(None, description="instead of url: a folder that the job serves on its own devices")
-    gpus_per_server: int = Field(1, ge=1, description="ranks of a node for one server of the folder (SGLang tp_size)")
-    args: dict[str, Any] = Field({}, description="any argument of SGLang for the folder's servers")
+    path: PathText = Field(
+        min_length=1,
+        description="URL of an SGLang server, http://HOST:PORT, or a folder that the job serves on its own devices, "
+        "with schedule=colocated",
+    )
+    args: dict[str, Any] = Field(
+        {}, description="any argument of SGLang for the folder's servers; each takes tp_size ranks of a node"
+    )
     api_key_env: str | None = Field(
         None, description="environment variable that holds the server's API key; null: none"
     )
+
+    @property
+    def url(self) -> str:
+        return self.path if self.path.startswith(("http://", "https://")) else ""
+
+    @property
+    def folder(self) -> Path | None:
+        return None if self.url else Path(self.path)
+
+    @property
+    def gpus_per_server(self) -> int:
+        return read_number(int, self.args.get("tp_size", 1), "tp_size")
 
 
 def _types_in(annotation: Any) -> Iterator[Any]:

@@ -66,12 +66,11 @@ BAD: dict[type, tuple[Any, ...]] = {
     Path: (3, None),
 }
 NEEDED: dict[str, Any] = {  # sections that are off by default
-    "reward.model": {"url": "http://x"},
-    "reward.steps": {"url": "http://x"},
+    "reward.model": {"path": "http://x"},
     "reward.judge": {"url": "http://x", "model": "x"},
     "reward.code": {"weight": 1.0},
     "reward.correct": {"term": "answer"},
-    "algorithm.distillation": {"teacher": {"url": "http://x"}},
+    "algorithm.distillation": {"teacher": {"path": "http://x"}},
     "data.train.NAME": {"path": "x"},
     "data.eval.NAME": {"path": "x"},
 }

@@ -121,7 +121,7 @@ def on_policy_name(passes: int) -> str:
 def distill(given: argparse.Namespace, passes: int) -> Score:
     folder = given.out / f"on_policy_{given.kl_type}_top{given.topk}_{given.rate}_{given.updates}_{passes}"
     if not (folder / "final" / "config.json").exists():
-        teacher = f"{{teacher: {{folder: {given.teacher}}}, topk: {given.topk}, kl_type: {given.kl_type}}}"
+        teacher = f"{{teacher: {{path: {given.teacher}}}, topk: {given.topk}, kl_type: {given.kl_type}}}"
         run = [f"run.folder={folder}", f"run.seed={given.seed}", f"run.steps={given.steps}", "run.eval_every=0"]
         run += ["run.save_every=0", f"model.path={given.student}", "layout={}", "algorithm.kl.coef=0"]
         run += [f"algorithm.distillation={teacher}", f"rollout.prompts_per_step={given.prompts}"]

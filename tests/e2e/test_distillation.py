@@ -65,7 +65,7 @@ def test_the_policy_comes_nearer_to_a_teacher_that_the_job_serves(
     make_tiny(teacher, "qwen3", AutoTokenizer.from_pretrained(tiny_run.model), 1, **shape)
     prefer_some_tokens(teacher)
     settings = (
-        f"algorithm.distillation={{teacher: {{folder: {teacher}, gpus_per_server: 2}}, {changes}}}",
+        f"algorithm.distillation={{teacher: {{path: {teacher}, args: {{tp_size: 2}}}}, {changes}}}",
         "algorithm.kl.coef=0",
         "algorithm.aggregation=token_mean",
         "optimizer.lr=5e-3",

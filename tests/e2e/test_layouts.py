@@ -107,7 +107,7 @@ def test_both_ranks_are_one_policy_and_one_engine(
     run, served = tmp_path / "run", ()
     if parallel == "tensor":
         make_reward_model(tmp_path / "reward_model", tiny_run.model)
-        served = (f"reward.model={{folder: {tmp_path / 'reward_model'}, weight: 0.5}}",)
+        served = (f"reward.model={{path: {tmp_path / 'reward_model'}, weight: 0.5}}",)
     layout = (f"layout={{{parallel}: 2}}", "engine.gpus_per_engine=2", *engine)
     training = ("training.share_prompts=true", "training.router_replay=R3")  # ties are broken as the engine did
     brief = ("data.eval={}", "run.steps=2", "run.export=false", "run.export_every=1", "rollout.dump=true")

@@ -22,7 +22,7 @@ from tests.parallel.measures import Bench, Result, _gradients, _groups, _held
 TOPK = 5
 COEF = 0.7
 DISTILLATION = {
-    "teacher": {"url": "http://localhost:1"},
+    "teacher": {"path": "http://localhost:1"},
     "coef": COEF,
     "topk": TOPK,
     "kl_type": "mixed",

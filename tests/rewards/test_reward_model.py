@@ -43,7 +43,7 @@ def server() -> Iterator[Server]:
 def score(
     url: str, group: SampleGroup, on_error: float | str = "stop", timeout_s: float = 60.0, **model: Any
 ) -> list[float]:
-    settings = RewardConfig.model_validate({"model": {"url": url, **model}, "on_error": on_error})
+    settings = RewardConfig.model_validate({"model": {"path": url, **model}, "on_error": on_error})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("grpo_mp.rewards.reward_model.TIMEOUT_S", timeout_s)
         scorer = Scorer(settings, max_response_tokens=10)
@@ -107,10 +107,10 @@ def test_a_model_that_the_job_serves_gives_later_what_one_elsewhere_gives_at_onc
 
     group = make_group(["a", "a\n\nc", "dd"])
     server.failures = list(failures)
-    elsewhere = scorer(url=server.url)
+    elsewhere = scorer(path=server.url)
     expected = elsewhere.score_group(group)
     server.failures, asked = list(failures), len(server.bodies)
-    own = scorer(folder="reward_model")
+    own = scorer(path="reward_model")
     own.connect_model("steps" if steps else "model", [Address(server.url, {})])
     begun = own.score_group(group)
     assert len(server.bodies) == asked

@@ -54,7 +54,7 @@ def score(
     monkeypatch.setenv(KEY, server.api_key)
 
     def run(part: str, texts: list[str]) -> SampleGroup:
-        reward = {"model": {"url": server.url, "api_key_env": KEY}} | ({"steps": "model"} if part == "steps" else {})
+        reward = {"model": {"path": server.url, "api_key_env": KEY}} | ({"steps": "model"} if part == "steps" else {})
         scorer = Scorer(RewardConfig.model_validate(reward), 16, decode=lambda tokens: "".join(map(chr, tokens)))
         scored = scorer.score_group(make_group(texts))
         scorer.close()

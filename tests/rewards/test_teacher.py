@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from grpo_mp.algorithms.distillation_settings import TeacherConfig
 from grpo_mp.rewards.teacher import TeacherClient, check_served_tokens
 from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.section import ServedModelConfig
 from grpo_mp.utils.types import SampleGroup
 from tests.http_server import JsonServer, Reply
 from tools.tiny.models import make_tokenizer
@@ -64,7 +64,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def teacher(server: Server) -> Iterator[TeacherClient]:
-    client = TeacherClient(TeacherConfig(url=server.url), retries=0)
+    client = TeacherClient(ServedModelConfig(path=server.url), retries=0)
     yield client
     client.close()
 
@@ -89,7 +89,7 @@ def test_every_token_of_every_response_has_its_logprob(
 
 @pytest.fixture
 def topk_teacher(server: Server) -> Iterator[TeacherClient]:
-    client = TeacherClient(TeacherConfig(url=server.url), retries=0, topk=3, vocab_size=101)
+    client = TeacherClient(ServedModelConfig(path=server.url), retries=0, topk=3, vocab_size=101)
     yield client
     client.close()
 
@@ -161,7 +161,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 def check(server: Server, texts: Any, tokenizer: PreTrainedTokenizerBase) -> str:
     server.reply = texts if isinstance(texts, tuple) else (200, json.dumps({"text": texts}))
-    return check_served_tokens(TeacherConfig(url=server.url), tokenizer)
+    return check_served_tokens(ServedModelConfig(path=server.url), tokenizer)
 
 
 def test_a_servers_tokens_are_compared_by_their_texts(server: Server, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -174,7 +174,7 @@ def test_a_servers_tokens_are_compared_by_their_texts(server: Server, tokenizer:
         ([*texts[:number], "plums", *texts[number + 1 :]], 1, f"{number}: ['plums'] instead of {texts[number]!r}"),
         (texts[:-2], 2, f"{len(texts) - 2}: [] instead of {texts[-2]!r}"),
     ):
-        with pytest.raises(UserError, match=r"^algorithm.distillation.teacher.url: ") as raised:
+        with pytest.raises(UserError, match=r"^algorithm.distillation.teacher.path: ") as raised:
             check(server, others, tokenizer)
         assert f"{many} of the policy's {len(texts)} tokens are others there, such as {shown}" in str(raised.value)
 

@@ -88,7 +88,7 @@ def test_an_engine_rounds_its_logits_as_the_policy_does(fp32_head: bool) -> None
     settings = settings_of(model={"path": "m", "fp32_head": fp32_head})
     placement, unused = EnginePlacement(engine=0, rank=0, node_rank=0, nodes=1), make_tokenizer([])
     spec = engine_spec(settings, named_config("Qwen3-30B-A3B"), unused, placement, cpu=False)
-    teacher = server_spec(settings, ServedModelConfig(folder=Path("m")), 0, cpu=True, has_head=False)
+    teacher = server_spec(settings, ServedModelConfig(path="m"), 0, cpu=True, has_head=False)
     assert teacher
     for each in (spec, teacher):
         assert engine_arguments(each, 1, "name", "key")["enable_fp32_lm_head"] is fp32_head

@@ -40,20 +40,20 @@ def folder(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_reward_model_with_the_policys_tokenizer_is_accepted(tiny_run: TinyRun, folder: Path) -> None:
-    chosen = settings({"model": {"folder": str(folder), "gpus_per_server": 2}})
+    chosen = settings({"model": {"path": str(folder), "args": {"tp_size": 2}}})
     check_served_models(chosen, AutoTokenizer.from_pretrained(tiny_run.model), 4, 2)
 
 
 @pytest.mark.parametrize(
     ("reward", "sections", "sentence"),
     [
-        ({"model": {}}, {}, "set url, where a reward model is served, or folder"),
+        ({"model": {}}, {}, "reward.model.path is missing"),
         (
-            {"model": {"folder": "rm"}},
+            {"model": {"path": "rm"}},
             {"schedule": "async", "engine": {"ranks": 1}, "sync": {"pause": "in_place"}},
-            "reward.model.folder=rm is served in SCORE on the devices of all ranks, which schedule=async has no phase",
+            "reward.model.path=rm is served in SCORE on the devices of all ranks, which schedule=async has no phase",
         ),
-        ({"model": {"folder": "rm"}}, {"algorithm": {"filter": {"zero_std": "drop"}}}, "filter.metric=reward needs"),
+        ({"model": {"path": "rm"}}, {"algorithm": {"filter": {"zero_std": "drop"}}}, "filter.metric=reward needs"),
     ],
 )
 def test_settings_that_contradict(reward: dict[str, Any], sections: dict[str, Any], sentence: str) -> None:
@@ -62,14 +62,14 @@ def test_settings_that_contradict(reward: dict[str, Any], sections: dict[str, An
 
 
 def teaching(folder: str = "teacher", **algorithm: Any) -> dict[str, Any]:
-    distillation = {"teacher": {"folder": folder}} | algorithm.pop("distillation", {})
+    distillation = {"teacher": {"path": folder}} | algorithm.pop("distillation", {})
     return {"algorithm": {"distillation": distillation, **algorithm}}
 
 
 ADDED = {"distillation": {"advantage": "add"}}
 
 
-URL: dict[str, Any] = {"teacher": {"url": "http://x"}}
+URL: dict[str, Any] = {"teacher": {"path": "http://x"}}
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ URL: dict[str, Any] = {"teacher": {"url": "http://x"}}
         ({"algorithm": {"distillation": {}}}, "algorithm.distillation.teacher is missing"),
         (
             teaching() | {"schedule": "async", "engine": {"ranks": 1}, "sync": {"pause": "in_place"}},
-            "teacher.folder=teacher is served in SCORE on the devices of all ranks, which schedule=async has no phase",
+            "teacher.path=teacher is served in SCORE on the devices of all ranks, which schedule=async has no phase",
         ),
         (
             teaching() | {"rollout": MINIMAL_SETTINGS["rollout"] | {"temperature": 0.7}},
@@ -100,7 +100,7 @@ def test_what_a_teacher_allows() -> None:
     one = {"rollout": MINIMAL_SETTINGS["rollout"] | {"group_size": 1}}
     settings({"answer": 1.0}, **teaching(), **one)
     settings({"answer": 1.0}, **teaching(**ADDED, filter={"zero_std": "drop"}, kl={"coef": 0.1, "apply_to": "reward"}))
-    elsewhere = teaching(distillation={"teacher": {"url": "http://x"}})
+    elsewhere = teaching(distillation={"teacher": {"path": "http://x"}})
     settings({"answer": 1.0}, **elsewhere, schedule="async", engine={"ranks": 1}, sync={"pause": "in_place"})
 
 
@@ -115,7 +115,7 @@ def refused_teacher(tiny_run: TinyRun) -> Callable[..., str]:
     """The sentence about a folder."""
 
     def check(folder: Path, ranks: int = 2, **teacher: Any) -> str:
-        teacher = {"folder": str(folder), **teacher}
+        teacher = {"path": str(folder), **teacher}
         return refusal(settings({"answer": 1.0}, **teaching(distillation={"teacher": teacher})), tiny_run, ranks)
 
     return check
@@ -125,10 +125,10 @@ def test_folders_that_are_no_teacher(
     refused_teacher: Callable[..., str], tiny_run: TinyRun, folder: Path, tmp_path: Path
 ) -> None:
     none, section = tmp_path / "none", "algorithm.distillation.teacher"
-    assert refused_teacher(none).startswith(f"{section}.folder={none}: no Hugging Face folder with a config.json")
+    assert refused_teacher(none).startswith(f"{section}.path={none}: no Hugging Face folder with a config.json")
     assert "LlamaForSequenceClassification names no causal language model" in refused_teacher(folder)
-    assert "gpus_per_server=2 does not divide the 3 ranks" in refused_teacher(tiny_run.model, 3, gpus_per_server=2)
-    assert f"{section}.args.tp_size cannot be set" in refused_teacher(tiny_run.model, args={"tp_size": 2})
+    assert "args.tp_size=2 does not divide the 3 ranks" in refused_teacher(tiny_run.model, 3, args={"tp_size": 2})
+    assert f"{section}.args.dtype cannot be set" in refused_teacher(tiny_run.model, args={"dtype": "float16"})
     copy = shutil.copytree(tiny_run.model, tmp_path / "copy")
     file = copy / "tokenizer.json"
     text = file.read_text()
@@ -145,7 +145,7 @@ def test_folders_that_are_no_teacher(
 
 
 def test_a_plan_counts_the_model_in_score_and_its_copy_on_the_host(folder: Path) -> None:
-    chosen = settings({"answer": 1.0, "model": {"folder": str(folder), "gpus_per_server": 2}})
+    chosen = settings({"answer": 1.0, "model": {"path": str(folder), "args": {"tp_size": 2}}})
     cluster, hf = read_cluster("h100-80"), published_config("qwen2.5-7b")
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 2
     memory = plan_memory(make_job(chosen, hf, cluster, 1))
@@ -161,7 +161,7 @@ def test_a_plan_counts_the_model_in_score_and_its_copy_on_the_host(folder: Path)
 
 def test_a_server_that_has_ended_stops_the_run_with_its_log(folder: Path, tmp_path: Path) -> None:
     """Its last lines are shown, not only that a request had no answer; groups that wait are not asked about."""
-    chosen = settings({"model": {"folder": str(folder)}}, run={"folder": str(tmp_path), "steps": 1})
+    chosen = settings({"model": {"path": str(folder)}}, run={"folder": str(tmp_path), "steps": 1})
     models = served_models(chosen, rewards=True, teacher=True)
     servers, asked = RewardServers(chosen, models, rank=0, ranks_per_node=1, host_ranks=(0,)), list[SampleGroup]()
     servers.launch()
@@ -187,7 +187,7 @@ def refused(tiny_run: TinyRun, folder: Path) -> Callable[..., str]:
     """The sentence about the model where its config is changed."""
 
     def check(ranks: int = 2, **model: Any) -> str:
-        return refusal(settings({"model": {"folder": str(folder), **model}}), tiny_run, ranks)
+        return refusal(settings({"model": {"path": str(folder), **model}}), tiny_run, ranks)
 
     return check
 
@@ -195,13 +195,13 @@ def refused(tiny_run: TinyRun, folder: Path) -> Callable[..., str]:
 def test_folders_that_are_no_reward_model(
     refused: Callable[..., str], tiny_run: TinyRun, folder: Path, tmp_path: Path
 ) -> None:
-    assert "names no model with a reward head" in refused(folder=str(tiny_run.model))
+    assert "names no model with a reward head" in refused(path=str(tiny_run.model))
     make_reward_model(tmp_path, tiny_run.model, labels=2)
-    assert "it has 2 labels, and a reward is one number" in refused(folder=str(tmp_path))
+    assert "it has 2 labels, and a reward is one number" in refused(path=str(tmp_path))
     config = json.loads((folder / "config.json").read_text())
     for change, sentence in (
         ({"architectures": ["NoSuchForSequenceClassification"]}, "the installed SGLang does not serve NoSuchFor"),
         ({"max_position_embeddings": 64}, "it has 64 positions, and a prompt with its response up to 96"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config | change))
-        assert sentence in refused(folder=str(tmp_path))
+        assert sentence in refused(path=str(tmp_path))

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_mp.algorithms.distillation_settings import TeacherConfig
 from grpo_mp.rewards.teacher import TeacherClient
 from grpo_mp.rollout.server import EngineProcess
+from grpo_mp.utils.section import ServedModelConfig
 from grpo_mp.utils.types import Prompt, Sample, SampleGroup
 
 KEY = "TEACHER_KEY"
@@ -39,7 +39,7 @@ def test_logprobs_are_those_of_transformers(
         sample(2, (8,), tuple(range(20, 60))),
     )
     topk = last // 2
-    teacher = TeacherClient(TeacherConfig(url=engine.url, api_key_env=KEY), topk, last + 1)
+    teacher = TeacherClient(ServedModelConfig(path=engine.url, api_key_env=KEY), topk, last + 1)
     seen = set[int]()
     for _ in range(2):
         scored = teacher.score_group(SampleGroup(PROMPT, samples))

@@ -27,7 +27,7 @@ GROUP_ADVANTAGES = (1.5, -0.5, 0.25, 0.0)
 
 
 def distillation(**changes: Any) -> DistillationConfig:
-    return DistillationConfig.model_validate({"teacher": {"url": "http://localhost:1"}, **changes})
+    return DistillationConfig.model_validate({"teacher": {"path": "http://localhost:1"}, **changes})
 
 
 def test_descent_along_the_advantages_is_descent_of_the_reverse_kl() -> None:
