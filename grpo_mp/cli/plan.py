@@ -6,7 +6,6 @@ status is 0 if it fits, 1 if not. Also plans settings files of `grpo-mp sft`, wh
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.clusters import Cluster, cluster_names, read_cluster
 from grpo_mp.planner.model_configs import find_config
 from grpo_mp.utils.errors import UserError
-from grpo_mp.utils.parsers import DOES_NOT_FIT, Parser, non_negative, positive_int, settings_parser
+from grpo_mp.utils.parsers import DOES_NOT_FIT, Parser, positive_int, settings_parser
 
 DEFAULT_CLUSTER = "h100-80"
 
@@ -71,7 +70,6 @@ def _plan(
         if find_spec("sglang"):  # a laptop may lack the engine
             check_arguments(settings.engine.args)
         job = make_job(settings, hf, cluster, args.nodes, args.gpus_per_node, args.response_tokens)
-        job = replace(job, acceptance_length=args.acceptance_length)
     if find_spec("megatron"):
         _check_megatron_args(settings, job.hf)
     plan = make_plan(job)
@@ -101,10 +99,5 @@ def _parser() -> Parser:
         "--response-tokens",
         type=positive_int,
         help="assumed mean length, of supervised samples in full (default: half of the limit)",
-    )
-    parser.add_argument(
-        "--acceptance-length",
-        type=non_negative,
-        help="tokens that a decode step with speculation yields for a sequence",
     )
     return parser

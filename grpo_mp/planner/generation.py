@@ -21,19 +21,8 @@ from grpo_mp.planner.resource_use import (
     routed_parameters,
 )
 from grpo_mp.rollout.engine_layout import REPLICATING_A2A_BACKENDS
-from grpo_mp.utils.errors import UserError
 
 MOMENTS = 256  # points in a rollout at which the batch size is sampled
-
-
-@dataclass(frozen=True)
-class GenerationPlan:
-    """Decoding work of one engine in one step."""
-
-    samples: int
-    running_per_replica: float  # largest number of concurrent sequences
-    decode_steps: int
-    batches: tuple[int, ...]  # sequences running in the whole engine, at evenly spaced points in time
 
 
 @dataclass(frozen=True)
@@ -66,80 +55,57 @@ def simulate_rollout(responses: Sequence[int], slots: int) -> Rollout:
     return Rollout(finished[-1], batches)
 
 
-def plan_generation(job: PlannedJob, engine: EngineMemory) -> GenerationPlan:
-    """Simulate one engine on its share of a step's samples; settings and KV cache limit the concurrent sequences."""
-    samples = max(1, round(job.settings.samples_per_step / job.num_engines))
-    running = min(samples, _running_limit(job, engine))
-    accepted = speculation(job).acceptance_length
-    simulated = simulate_rollout(tuple(ceil(length / accepted) for length in job.responses(samples)), int(running))
-    return GenerationPlan(samples, running / job.engine_parallelism.replicas, simulated.decode_steps, simulated.batches)
+def samples_per_engine(job: PlannedJob) -> int:
+    """Return the samples of a step that one engine generates."""
+    return max(1, round(job.settings.samples_per_step / job.num_engines))
 
 
-def _running_limit(job: PlannedJob, engine: EngineMemory) -> float:
+def running_sequences(job: PlannedJob, engine: EngineMemory) -> float:
+    """Return the largest number of concurrent sequences of one engine, which settings and the KV cache limit."""
     in_flight = job.settings.engine.concurrent_groups * job.settings.rollout.group_size
     limit = float(job.settings.engine.args.get("max_running_requests") or in_flight)
-    return max(1.0, min(in_flight, limit, engine.kv_cache_tokens / job.mean_seq_len))
+    cached = engine.kv_cache_tokens / job.mean_seq_len
+    return min(samples_per_engine(job), max(1.0, min(in_flight, limit, cached)))
 
 
-@dataclass(frozen=True)
-class Speculation:
-    """Effect of speculative decoding on one decode step of a sequence.
+def accepted_tokens(job: PlannedJob) -> float:
+    """Return the mean number of tokens that a decode step yields for a sequence.
 
-    `acceptance_length`: tokens the step yields on average. `verified_tokens`: tokens the step computes. `drafting`:
-    cost of the step with drafting, relative to the step without.
-    """
-
-    acceptance_length: float = 1.0
-    verified_tokens: int = 1
-    drafting: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.acceptance_length <= self.verified_tokens:
-            raise UserError(
-                f"--acceptance-length {self.acceptance_length:g}: a step computes {self.verified_tokens} tokens of a "
-                "sequence: give 1 to that many, with engine.speculative"
-            )
-
-
-def speculation(job: PlannedJob) -> Speculation:
-    """Return the effect of `engine.speculative` on a decode step.
-
-    A draft token of the multi-token-prediction layer costs 1 / num_layers of a step; an n-gram draft is free. Without a
-    measured acceptance length, each draft token is accepted with probability p if all before it were, so the acceptance
-    length is 1 + p + p^2 + ...
+    A draft token of the multi-token-prediction layer is accepted with the assumed probability p if all before it were:
+    1 + p + p^2 + ...; n-gram drafts are assumed to be rejected.
     """
     config = job.settings.engine.speculative
-    steps, share = (config.num_steps, OVERHEADS.draft_acceptance) if config.drafts_by_mtp else (0, 0.0)
-    accepted = job.acceptance_length or sum(share**place for place in range(min(steps + 1, config.verified_tokens)))
-    return Speculation(accepted, config.verified_tokens, 1 + steps / job.model.num_layers)
+    drafts = min(config.num_steps + 1, config.verified_tokens) if config.drafts_by_mtp else 1
+    return sum(OVERHEADS.draft_acceptance**place for place in range(drafts))
 
 
 def generation_use(job: PlannedJob, engine: EngineMemory) -> ResourceUse:
     """Return the resource use of one GPU of an engine: prefill of its prompts and all decode steps, with drafting."""
-    plan = plan_generation(job, engine)
-    drafts = speculation(job)
-    model = job.model
-    parallelism = job.engine_parallelism
-    cached_tokens = sum(job.prompt_tokens * length + length**2 / 2 for length in job.responses(plan.samples))
-    verified = plan.samples * job.mean_response_tokens * drafts.verified_tokens / drafts.acceptance_length
-    tokens = verified / parallelism.gpus
+    model, parallelism, config = job.model, job.engine_parallelism, job.settings.engine.speculative
+    samples, accepted = samples_per_engine(job), accepted_tokens(job)
+    responses = job.responses(samples)
+    steps = tuple(ceil(length / accepted) for length in responses)
+    rollout = simulate_rollout(steps, int(running_sequences(job, engine)))
+    cached_tokens = sum(job.prompt_tokens * length + length**2 / 2 for length in responses)
+    tokens = samples * job.mean_response_tokens * config.verified_tokens / accepted / parallelism.gpus
     # 3 bytes per element: tokens are dispatched in FP8 and combined in bfloat16.
     all_to_all = model.experts_per_token * model.hidden_size * 3 * model.num_moe_layers * tokens
     to_other_nodes = max(0.0, 1 - job.gpus_per_node / parallelism.expert)
     all_reduce = 4 * model.num_layers * model.hidden_size * tokens * parallelism.attention_tensor
-    layers = plan.decode_steps * model.num_layers
+    layers = rollout.decode_steps * model.num_layers
     collectives = 2 * layers * (parallelism.gpus > 1)
     decoding = ResourceUse(
         # Decode attention is counted in device_bytes: its kernels overlap products with reading the cache.
         flops=tokens * forward_flops_per_token(model, job.hf, 0),
-        device_bytes=_weight_bytes(job, engine, plan, drafts.verified_tokens)
-        + _attention_bytes(job, engine, cached_tokens / drafts.acceptance_length),
+        device_bytes=_weight_bytes(job, engine, rollout) + _attention_bytes(job, engine, cached_tokens / accepted),
         nvlink_bytes=all_reduce * (parallelism.attention_tensor > 1)
         + all_to_all * (1 - to_other_nodes) * (parallelism.expert > 1),
         network_bytes=all_to_all * to_other_nodes,
         latency_s=layers * OVERHEADS.decode_layer_s + collectives * _collective_s(job),
-    ).scaled(drafts.drafting)
-    prompt_tokens = plan.samples / job.settings.rollout.group_size * job.prompt_tokens
+    )
+    # A draft token costs 1 / num_layers of a step; an n-gram draft is free.
+    decoding = decoding.scaled(1 + config.num_steps * config.drafts_by_mtp / model.num_layers)
+    prompt_tokens = samples / job.settings.rollout.group_size * job.prompt_tokens
     flops = decoding.flops + prefill_flops(job, prompt_tokens)
     return replace(decoding, flops=0.0, fp8_flops=flops) if job.engine_uses_fp8 else replace(decoding, flops=flops)
 
@@ -157,18 +123,19 @@ def _collective_s(job: PlannedJob) -> float:
     return OVERHEADS.network_collective_s if by_nccl and over_nodes else OVERHEADS.decode_collective_s
 
 
-def _weight_bytes(job: PlannedJob, engine: EngineMemory, plan: GenerationPlan, verified_tokens: int) -> float:
+def _weight_bytes(job: PlannedJob, engine: EngineMemory, rollout: Rollout) -> float:
     """Return the bytes of weights that one GPU reads in all decode steps. Small batches leave some experts unread."""
     model = job.model
     if not model.num_experts:
-        return plan.decode_steps * engine.weights
+        return rollout.decode_steps * engine.weights
+    verified_tokens = job.settings.engine.speculative.verified_tokens
     unused = fmean(
-        (1 - model.experts_per_token / model.num_experts) ** (batch * verified_tokens) for batch in plan.batches
+        (1 - model.experts_per_token / model.num_experts) ** (batch * verified_tokens) for batch in rollout.batches
     )
     routed = routed_parameters(model, model.num_experts)
     rest = active_parameters(model, job.hf) - routed_parameters(model, model.experts_per_token)
     routed_share = routed / (routed + rest)
-    return plan.decode_steps * engine.weights * (1 - routed_share * unused)
+    return rollout.decode_steps * engine.weights * (1 - routed_share * unused)
 
 
 def _attention_bytes(job: PlannedJob, engine: EngineMemory, cached_tokens: float) -> float:

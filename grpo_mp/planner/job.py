@@ -113,7 +113,6 @@ class PlannedJob:
     policy_trained_counts: tuple[ParameterCount, ...]
     mean_response_tokens: float  # assumed
     per_parameter: BytesPerParameter
-    acceptance_length: float | None = None  # measured in speculative decoding; None: assumed
     trains_only: bool = False  # supervised fine-tuning: no engine, rewards or reference model
 
     @cached_property

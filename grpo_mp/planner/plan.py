@@ -21,7 +21,6 @@ from grpo_mp.planner.training_use import logprob_use, optimizer_use, train_use
 from grpo_mp.utils.phases import GIB
 
 ONCE_PER_RUN = (SubPhase.START, SubPhase.LOAD)
-ON_ENGINES = (SubPhase.GENERATE,)  # runs on engines with their own GPUs while the policy trains
 ON_BOTH = (SubPhase.SYNC, SubPhase.CHECK)  # engines and trainer both take part, so nothing overlaps
 
 
@@ -42,44 +41,18 @@ class Plan:
         return self.times[sub_phase].expected_s * times
 
     @property
-    def step_s(self) -> float:
-        return sum(map(self.seconds, self._step_phases))
-
-    @property
-    def sync_s(self) -> float:
-        return sum(map(self.seconds, ON_BOTH))
-
-    @property
     def sides_s(self) -> tuple[float, float, float]:
         """Return the expected seconds per step of generation, training, and weight sync."""
-        return sum(map(self.seconds, ON_ENGINES)), sum(map(self.seconds, self._trainer_phases)), self.sync_s
+        trains = [sub_phase for sub_phase in self.times if sub_phase not in (SubPhase.GENERATE, *ON_BOTH)]
+        sync_s = sum(map(self.seconds, ON_BOTH))
+        return self.seconds(SubPhase.GENERATE), sum(map(self.seconds, trains)), sync_s
 
     @property
-    def _trainer_phases(self) -> tuple[SubPhase, ...]:
-        return tuple(sub_phase for sub_phase in self.times if sub_phase not in (*ON_ENGINES, *ON_BOTH))
-
-    @property
-    def _step_phases(self) -> tuple[SubPhase, ...]:
-        """Return the sub-phases whose times add up to the step time.
-
-        If engines have their own GPUs, these are the sub-phases of the slower side and of the weight sync; otherwise
-        all.
-        """
-        if self.job.settings.shares_devices:
-            return tuple(self.times)
-        generation_s, training_s, _ = self.sides_s
-        return (*(ON_ENGINES if generation_s > training_s else self._trainer_phases), *ON_BOTH)
-
-    @property
-    def bottleneck(self) -> tuple[SubPhase, str, float]:
-        """Return the sub-phase and the resource in it that take most of a step, and their seconds."""
-        seconds = [
-            (sub_phase, name, part_s / self.times[sub_phase].expected_s * self.seconds(sub_phase))
-            for sub_phase in self._step_phases
-            if sub_phase in self.times
-            for name, part_s in self.times[sub_phase].parts.items()
-        ]
-        return max(seconds, key=lambda item: item[2])
+    def step_s(self) -> float:
+        """Return the expected seconds of a step; engines with their own GPUs generate while the policy trains."""
+        generation_s, training_s, sync_s = self.sides_s
+        shares = self.job.settings.shares_devices
+        return (generation_s + training_s if shares else max(generation_s, training_s)) + sync_s
 
 
 def make_plan(job: PlannedJob) -> Plan:
@@ -171,40 +144,30 @@ def _save_use(job: PlannedJob, uses: Mapping[SubPhase, ResourceUse]) -> Resource
 
 @dataclass(frozen=True)
 class MemoryPeak:
-    """Highest memory use of any rank's device or any node's host: its place, its sub-phase and its largest kind."""
+    """Highest memory use of any rank's device or any node's host: its place, sub-phase, and bytes by kind."""
 
     place: str
     sub_phase: SubPhase
-    needed: float
+    sizes: BytesByKind
     capacity: float
-    kind: str
-    kind_bytes: float
 
     @classmethod
     def of(cls, places: Mapping[str, Mapping[SubPhase, BytesByKind]], capacity: float) -> "MemoryPeak":
-        place, sub_phase = max(
-            ((place, sub_phase) for place, sizes in places.items() for sub_phase in sizes),
-            key=lambda item: total_bytes(places[item[0]][item[1]]),
-        )
-        sizes = places[place][sub_phase]
-        kind = max(sizes, key=lambda name: sizes[name])
-        return cls(place, sub_phase, total_bytes(sizes), capacity, kind, sizes[kind])
+        peaks = [cls(place, *item, capacity) for place, by_phase in places.items() for item in by_phase.items()]
+        return min(peaks, key=lambda peak: peak.headroom)
 
     @property
     def headroom(self) -> float:
         """Return the spare bytes; negative if the peak exceeds the capacity."""
-        return self.capacity - self.needed
-
-    @property
-    def fits(self) -> bool:
-        return self.headroom >= 0
+        return self.capacity - total_bytes(self.sizes)
 
     @property
     def sentence(self) -> str:
-        spare = f"{self.headroom / GIB:.1f} GiB to spare" if self.fits else f"{-self.headroom / GIB:.1f} GiB too much"
+        needed, capacity, spare = (size / GIB for size in (total_bytes(self.sizes), self.capacity, self.headroom))
+        kind = max(self.sizes, key=lambda name: self.sizes[name])
         return (
-            f"{self.place}: {self.needed / GIB:.1f} of {self.capacity / GIB:.1f} GiB in {self.sub_phase}, {spare}; "
-            f"the largest item is {self.kind} ({self.kind_bytes / GIB:.1f} GiB)"
+            f"{self.place}: {needed:.1f} of {capacity:.1f} GiB in {self.sub_phase}, {abs(spare):.1f} GiB "
+            f"{'to spare' if spare >= 0 else 'too much'}; the largest item is {kind} ({self.sizes[kind] / GIB:.1f} GiB)"
         )
 
 
@@ -218,13 +181,13 @@ class Feasibility:
 
     @property
     def fits(self) -> bool:
-        return self.device.fits and self.host.fits and not self.kv_cache_problem
+        return min(self.device.headroom, self.host.headroom) >= 0 and not self.kv_cache_problem
 
     @property
     def sentence(self) -> str:
         if self.fits:
             return f"fits. {self.device.sentence}. {self.host.sentence}."
-        problems = [peak.sentence for peak in (self.device, self.host) if not peak.fits]
+        problems = [peak.sentence for peak in (self.device, self.host) if peak.headroom < 0]
         return f"does not fit. {'. '.join([*problems, *filter(None, [self.kv_cache_problem])])}."
 
 
@@ -234,7 +197,7 @@ def check_fits(plan: Plan) -> Feasibility:
     per_stage = job.train_ranks // len(memory.device)
     places = {f"rank {stage * per_stage} (pipeline stage {stage})": sizes for stage, sizes in enumerate(memory.device)}
     places |= {f"rank {job.train_ranks} (an engine)": memory.engine_device} if memory.engine_device else {}
-    host = MemoryPeak.of({"a node's host": memory.host}, job.cluster.host_bytes)
+    host = MemoryPeak.of({"a node's host": memory.host}, job.cluster.host_memory_gib * GIB)
     return Feasibility(MemoryPeak.of(places, job.cluster.gpu_bytes), host, _kv_cache_problem(plan))
 
 

@@ -54,7 +54,7 @@ class TimeEstimate:
 def estimate_time(use: ResourceUse, cluster: Cluster) -> TimeEstimate:
     """Estimate the seconds of a phase from its use, with each resource at its achievable share of the peak rate."""
     achievable = cluster.achievable
-    fp8_rate = cluster.matmul_tflops(fp8=True) if use.fp8_flops else 1.0
+    fp8_rate = cluster.peak_fp8_tflops() if use.fp8_flops else 1.0
     products = use.flops / TERA / cluster.bf16_tflops + use.fp8_flops / TERA / fp8_rate
     parts = {
         "matrix products": products / achievable.matmul,

@@ -1,14 +1,13 @@
 """Prints a plan as tables on a terminal."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.table import Table
 
 from grpo_mp.distributed.layout import describe_parallelism
-from grpo_mp.planner.clusters import describe_rates
-from grpo_mp.planner.generation import plan_generation, speculation
-from grpo_mp.planner.job import PlannedJob
+from grpo_mp.planner.generation import running_sequences
 from grpo_mp.planner.memory import BytesByKind, SubPhase, total_bytes
 from grpo_mp.planner.plan import Plan, check_fits
 from grpo_mp.planner.resource_use import GIGA, TERA
@@ -18,20 +17,18 @@ TIME_COLUMNS = ("", "TFLOP", "NVLink GB", "network GB", "host GB", "disk GB (nod
 
 
 def show_plan(plan: Plan, console: Console) -> None:
-    """Print whether the plan fits and the step time, then tables of parameters, memory, traffic and times."""
-    job = plan.job
-    memory = plan.memory
-    found = check_fits(plan)
+    """Print whether the plan fits and the step time, then tables of memory, traffic and times."""
+    job, memory, found = plan.job, plan.memory, check_fits(plan)
     machines = f"{job.nodes} x {job.gpus_per_node} x {job.cluster.name}"
     console.print(f"{machines}: {found.sentence}", style="bold green" if found.fits else "bold red")
     console.print(*_step_notes(plan), sep="\n")
     fullest = max(memory.device, key=lambda sizes: max(map(total_bytes, sizes.values())))
     stage = memory.device.index(fullest)
-    console.print(_parameter_table(job), _memory_table(f"Device, GiB: a rank of pipeline stage {stage}", fullest))
+    console.print(_memory_table(f"Device, GiB: a rank of pipeline stage {stage}", fullest))
     if memory.engine_device:
         console.print(_memory_table("Device, GiB: a GPU of an engine", memory.engine_device))
     console.print(_memory_table("Host of the fullest node, GiB", memory.host))
-    console.print(_time_table(plan), *_notes(plan), sep="\n")
+    console.print(_time_table(plan), *_assumptions(plan), sep="\n")
 
 
 def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
@@ -41,17 +38,6 @@ def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) ->
     for row in rows:
         table.add_row(*row)
     return table
-
-
-def _parameter_table(job: PlannedJob) -> Table:
-    rows = [
-        (str(stage), str(len(layers)), *(f"{number:,}" for number in (count.dense, count.expert, count.total, trained)))
-        for stage, (layers, count, trained) in enumerate(
-            zip(job.stage_layers, job.parameter_counts, (one.total for one in job.policy_trained_counts), strict=True)
-        )
-    ]
-    title = f"Parameters of one rank ({describe_parallelism(job.settings.layout, job.train_ranks)})"
-    return _table(title, ("stage", "layers", "dense", "routed experts", "total", "trained"), rows)
 
 
 def _memory_table(title: str, memory: Mapping[SubPhase, BytesByKind]) -> Table:
@@ -82,52 +68,38 @@ def _time_table(plan: Plan) -> Table:
 
 
 def _step_notes(plan: Plan) -> list[str]:
-    (sub_phase, resource, seconds), job = plan.bottleneck, plan.job
+    job = plan.job
     tokens = job.settings.samples_per_step * job.mean_seq_len
     notes = [
-        f"step: {plan.step_s:,.1f} s expected; {resource} in {sub_phase} costs most, {seconds:,.1f} s; "
-        f"{tokens / plan.step_s / job.world_size:,.0f} tokens per GPU and second"
+        f"layout: {describe_parallelism(job.settings.layout, job.train_ranks)}; {job.parameters:,} parameters, "
+        f"{job.parameter_counts[job.largest_stage].total:,} on the fullest rank",
+        f"step: {plan.step_s:,.1f} s expected; {tokens / plan.step_s / job.world_size:,.0f} tokens per GPU and second",
     ]
     if job.model.num_experts and not job.trains_only:
         notes.append("measured steps of mixtures of experts took 1.5 to 3 times the expected time")
     if not (job.settings.shares_devices or job.trains_only):
-        notes.append(_sides_note(plan))
+        generation_s, training_s, sync_s = plan.sides_s
+        notes.append(
+            f"schedule {job.settings.schedule}: a step takes the longer of generation, {generation_s:,.0f} s, and "
+            f"training, {training_s:,.0f} s, and the weight sync, {sync_s:,.1f} s"
+        )
     return notes
 
 
-def _notes(plan: Plan) -> list[str]:
-    job = plan.job
-    engine = plan.memory.engine
-    notes = []
-    if not job.trains_only:
-        notes.append(
-            f"engines: {job.num_engines} of {job.settings.engine.gpus_per_engine} GPUs; a cache of "
-            f"{engine.kv_cache_tokens:,} tokens each ({engine.bytes_per_token / 1024:.1f} KiB per token on a GPU); "
-            f"{plan_generation(job, engine).running_per_replica:,.0f} sequences run at a time in each replica"
-        )
-    if job.settings.engine.speculative.algorithm != "none":
-        drafts = speculation(job)
-        source = "as given" if job.acceptance_length else "assumed: --acceptance-length, from rollout/acceptance_length"
-        notes.append(
-            f"speculation by {job.settings.engine.speculative.algorithm}: a decode step computes "
-            f"{drafts.verified_tokens} tokens of a sequence and yields {drafts.acceptance_length:.2f} ({source}); "
-            f"drafting takes {drafts.drafting - 1:.1%} of a step beside it"
-        )
-    return [
-        *notes,
+def _assumptions(plan: Plan) -> list[str]:
+    job, engine = plan.job, plan.memory.engine
+    shares = ", ".join(f"{name} {share:.0%}" for name, share in asdict(job.cluster.achievable).items())
+    notes = [
         f"micro-batches of an update on a rank: {job.packing.microbatches}; the busiest rank computes "
         f"{job.packing.load_factor:.2f} tokens for each token of its share",
         f"assumed: lognormal response lengths, mean {job.mean_response_tokens:,.0f} tokens; achievable of the peaks: "
-        f"{describe_rates(job.cluster)}",
+        f"{shares}",
     ]
-
-
-def _sides_note(plan: Plan) -> str:
-    generation_s, training_s, sync_s = plan.sides_s
-    slower, other = ("generation", "the trainer waits") if generation_s > training_s else ("training", "engines wait")
-    hidden = "; async hides the tail of a step's generation, which is counted here"
-    tail = hidden if plan.job.settings.schedule == "async" else ""
-    return (
-        f"schedule {plan.job.settings.schedule}: a step takes the longer of generation, {generation_s:,.0f} s, and "
-        f"training, {training_s:,.0f} s, and the weight sync, {sync_s:,.1f} s: {slower} sets the pace, {other}{tail}"
-    )
+    if not job.trains_only:
+        running = running_sequences(job, engine) / job.engine_parallelism.replicas
+        notes.append(
+            f"engines: {job.num_engines} of {job.settings.engine.gpus_per_engine} GPUs; a cache of "
+            f"{engine.kv_cache_tokens:,} tokens each ({engine.bytes_per_token / 1024:.1f} KiB per token on a GPU); "
+            f"{running:,.0f} sequences run at a time in each replica"
+        )
+    return notes

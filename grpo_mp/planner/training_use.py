@@ -1,13 +1,12 @@
 """Resource use of one GPU for the trainer's logprobs, forward and backward passes, and optimizer updates."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.parameter_count import ParameterCount
 from grpo_mp.planner.resource_use import (
     ResourceUse,
     active_parameters,
-    estimate_time,
     forward_flops_per_token,
     fp8_flops_per_token,
     mtp_flops_per_token,
@@ -16,65 +15,36 @@ from grpo_mp.planner.resource_use import (
 ACTIVATION_BYTES = 2  # per element sent between ranks: bfloat16
 
 
-@dataclass(frozen=True)
-class LayerTraffic:
-    """Bytes that one GPU sends in a forward pass over a step's samples, all layers together."""
-
-    gathers: float  # sequence parallelism's all-gathers and reduce-scatters, always within a node
-    ring: float  # keys and values around the context-parallel ring
-    all_to_all: float  # dispatch of tokens to experts, and combine
-    between_stages: float  # hidden states to the next pipeline stage
-
-
 def logprob_use(job: PlannedJob, passes: float) -> ResourceUse:
-    """Return the resource use of `passes` forward passes of the policy over a step's samples, and of one critic pass.
-
-    A fractional `passes` covers that share of the samples.
-    """
-    policy = (_forward_products(job) + _traffic_use(job, _layer_traffic(job))).scaled(passes)
-    if not job.has_critic:
-        return replace(policy, bubble=_bubble(job))
-    return _with_critic(
-        job, policy, _critic_products(job.critic) + _traffic_use(job.critic, _layer_traffic(job.critic))
-    )
+    """Return the resource use of `passes` forward passes of the policy over a step, and of one critic pass."""
+    policy = (_forward_products(job) + _traffic_use(job)).scaled(passes)
+    critic = _critic_products(job.critic) + _traffic_use(job.critic) if job.has_critic else ResourceUse()
+    return replace(policy + critic, bubble=_bubble(job))
 
 
 def train_use(job: PlannedJob) -> ResourceUse:
-    """Return the resource use of all forward and backward passes of a step, of the policy and of a critic.
-
-    A backward pass has twice the FLOPs of a forward pass and twice its ring traffic (keys, values and their gradients);
-    it also gathers the inputs of tensor-parallel layers again. Full recomputation repeats the forward pass.
-    """
-    epochs = job.settings.training.epochs
-    policy = _passes_of_an_epoch(job, _forward_products(job)).scaled(epochs)
-    if not job.has_critic:
-        return replace(policy, bubble=_bubble(job))
-    return _with_critic(job, policy, _passes_of_an_epoch(job.critic, _critic_products(job.critic)).scaled(epochs))
-
-
-def _with_critic(job: PlannedJob, policy: ResourceUse, critic: ResourceUse) -> ResourceUse:
-    """Add the critic's use; the common bubble is the total idle time divided by the total busy time."""
-    busy = [estimate_time(use, job.cluster).expected_s for use in (policy, critic)]
-    waiting = busy[0] * _bubble(job) + busy[1] * _bubble(job.critic)
-    return replace(policy + critic, bubble=waiting / sum(busy))
+    """Return the resource use of all forward and backward passes of a step, of the policy and of a critic."""
+    use = _passes_of_an_epoch(job, _forward_products(job))
+    if job.has_critic:
+        use += _passes_of_an_epoch(job.critic, _critic_products(job.critic))
+    return replace(use.scaled(job.settings.training.epochs), bubble=_bubble(job))
 
 
 def _passes_of_an_epoch(job: PlannedJob, products: ResourceUse) -> ResourceUse:
     """Return the resource use of a model's forward and backward passes in one epoch.
 
-    `products`: FLOPs of one forward pass.
+    A backward pass has twice the FLOPs of a forward pass and twice its ring traffic (keys, values and their gradients);
+    it also gathers the inputs of tensor-parallel layers again. Full recomputation repeats the forward pass, but sends
+    nothing between stages. `products`: FLOPs of one forward pass.
     """
-    training, traffic = job.settings.training, _layer_traffic(job)
-    forwards = 1 + (training.recompute == "full")
-    backward = replace(traffic, ring=2 * traffic.ring, gathers=1.5 * traffic.gathers)
-    # Recomputation stays within a stage, so it sends nothing between stages.
-    between_stages = ResourceUse(network_bytes=traffic.between_stages * (1 - forwards))
-    use = _traffic_use(job, traffic).scaled(forwards) + _traffic_use(job, backward) + between_stages
-    ahead = mtp_flops_per_token(job.model, job.hf, job.attention_context) * _computed_tokens(job) / job.train_ranks
-    use += (products + ResourceUse(flops=ahead)).scaled(forwards + 2)
+    recomputes, tokens = job.settings.training.recompute == "full", _computed_tokens(job) / job.train_ranks
+    use = _traffic_use(job) + _traffic_use(job, gathers=1.5, ring=2.0)
+    if recomputes:
+        use += _traffic_use(job, between_stages=0.0)
+    ahead = mtp_flops_per_token(job.model, job.hf, job.attention_context) * tokens
+    use += (products + ResourceUse(flops=ahead)).scaled(3 + recomputes)
     if job.settings.model.lora:  # the frozen weights have no weight gradients
-        spared = 2.0 * active_parameters(job.model, job.hf) * _computed_tokens(job) / job.train_ranks
-        use += ResourceUse(flops=-spared)
+        use += ResourceUse(flops=-2.0 * active_parameters(job.model, job.hf) * tokens)
     return use
 
 
@@ -111,13 +81,9 @@ def _computed_tokens(job: PlannedJob) -> float:
 
 
 def _forward_products(job: PlannedJob) -> ResourceUse:
-    per_token = forward_flops_per_token(job.model, job.hf, job.attention_context)
+    """Return the FLOPs of a forward pass over a step's samples, in model.dtype and FP8 by training.fp8_format."""
     tokens = _computed_tokens(job) / job.train_ranks
-    return _products(job, tokens * per_token, tokens)
-
-
-def _products(job: PlannedJob, flops: float, tokens: float) -> ResourceUse:
-    """Split the FLOPs of a forward pass over `tokens` into model.dtype and FP8, by training.fp8_format."""
+    flops = tokens * forward_flops_per_token(job.model, job.hf, job.attention_context)
     if job.settings.training.fp8_format is None:
         return ResourceUse(flops=flops)
     in_fp8 = tokens * fp8_flops_per_token(job.model, job.hf)
@@ -129,34 +95,32 @@ def _critic_products(job: PlannedJob) -> ResourceUse:
     return _forward_products(job) + ResourceUse(flops=-_computed_tokens(job) * head / job.train_ranks)
 
 
-def _layer_traffic(job: PlannedJob) -> LayerTraffic:
-    """Return the traffic of a forward pass for a stage with the mean number of layers.
+def _traffic_use(job: PlannedJob, gathers: float = 1.0, ring: float = 1.0, between_stages: float = 1.0) -> ResourceUse:
+    """Return what one GPU sends in a forward pass over a step's samples, for a stage with the mean number of layers.
 
-    `_bubble` accounts for stages with more layers than the mean.
+    `_bubble` accounts for stages with more layers. The arguments are factors for a pass that is not a plain forward:
+    `gathers` of sequence parallelism, within a node; `ring` of keys and values over context-parallel ranks;
+    `between_stages` of hidden states.
     """
-    layout, model = job.settings.layout, job.model
+    layout, model, per_node = job.settings.layout, job.model, job.gpus_per_node
     tokens = _computed_tokens(job) / job.dp_size / layout.context
     num_layers, num_moe_layers = model.num_layers / layout.pipeline, model.num_moe_layers / layout.pipeline
     token_bytes, sequence_shard = model.hidden_size * ACTIVATION_BYTES, tokens / layout.tensor
     heads = model.num_heads if model.mla_cache_dim else model.num_kv_heads
     kv_bytes = heads * (model.qk_head_dim + model.v_head_dim) / layout.tensor * ACTIVATION_BYTES
-    return LayerTraffic(
-        gathers=4 * num_layers * tokens * token_bytes * (layout.tensor - 1) / layout.tensor,
-        ring=tokens * num_layers * kv_bytes * (layout.context - 1),
-        all_to_all=2 * num_moe_layers * sequence_shard * model.experts_per_token * token_bytes * layout.expert_tensor,
-        between_stages=sequence_shard * token_bytes if layout.pipeline > 1 else 0.0,
-    )
 
-
-def _traffic_use(job: PlannedJob, traffic: LayerTraffic) -> ResourceUse:
-    layout, per_node = job.settings.layout, job.gpus_per_node
+    gathered = gathers * 4 * num_layers * tokens * token_bytes * (layout.tensor - 1) / layout.tensor
+    ringed = ring * tokens * num_layers * kv_bytes * (layout.context - 1)
     ring_in_node = layout.tensor * layout.context <= per_node
+    # Dispatch of tokens to experts, and combine.
+    routed = 2 * num_moe_layers * sequence_shard * model.experts_per_token * token_bytes * layout.expert_tensor
     expert_group = layout.expert * layout.expert_tensor
     to_other_nodes = max(0.0, 1 - per_node / expert_group)
     in_node = max(0.0, (1 - 1 / expert_group) - to_other_nodes)
+    sent_on = between_stages * sequence_shard * token_bytes * (layout.pipeline > 1)
     return ResourceUse(
-        nvlink_bytes=traffic.gathers + traffic.ring * ring_in_node + traffic.all_to_all * in_node,
-        network_bytes=traffic.ring * (not ring_in_node) + traffic.all_to_all * to_other_nodes + traffic.between_stages,
+        nvlink_bytes=gathered + ringed * ring_in_node + routed * in_node,
+        network_bytes=ringed * (not ring_in_node) + routed * to_other_nodes + sent_on,
     )
 
 

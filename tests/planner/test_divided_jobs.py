@@ -60,7 +60,6 @@ def test_a_step_takes_the_slower_side_and_the_sync(prompts: int, slower: str) ->
     assert (times[SubPhase.GENERATE] > training_s) == (slower == "generation")
     assert plan.step_s == pytest.approx(max(times[SubPhase.GENERATE], training_s) + sync_s)
     assert SubPhase.OFFLOAD not in times
-    assert plan.bottleneck[0] in ((SubPhase.GENERATE,) if slower == "generation" else (*trained, SubPhase.SAVE))
 
 
 def test_the_command_shows_both_kinds_of_devices(capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,7 +68,7 @@ def test_the_command_shows_both_kinds_of_devices(capsys: pytest.CaptureFixture[s
     result = run_command(capsys, "plan", str(recipe), "--cluster", "h200-141", *division)
     assert result.status == 0, result.err
     text = " ".join(result.out.split())
-    assert "(tensor=4, pipeline=1, context=1, expert=4, expert_tensor=1, data=1)" in text
+    assert "layout: tensor=4, pipeline=1, context=1, expert=4, expert_tensor=1, data=1; " in text
     assert "Device, GiB: a GPU of an engine" in text
     assert "schedule async: a step takes the longer of generation" in text
     # Precision-aware Adam keeps 2 + 4 + 4 bytes of all 7,642,626,048 parameters of a rank: nothing divides them.

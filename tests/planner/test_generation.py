@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_mp.planner.generation import generation_use, plan_generation, simulate_rollout
+from grpo_mp.planner.generation import generation_use, running_sequences, samples_per_engine, simulate_rollout
 from grpo_mp.planner.memory import engine_memory
 from tests.planner.jobs import job_of
 
@@ -17,9 +17,7 @@ def test_a_free_slot_takes_the_next_response() -> None:
 def test_cache_is_read_once_per_token_and_step() -> None:
     job = job_of("qwen2.5-7b", "h100-80", 1)
     engine = engine_memory(job)
-    plan = plan_generation(job, engine)
-    lengths = job.responses(plan.samples)
+    lengths = job.responses(samples_per_engine(job))
+    decode_steps = simulate_rollout(lengths, int(running_sequences(job, engine))).decode_steps
     cache = sum(sum(512 + step for step in range(length)) for length in lengths) * engine.bytes_per_token
-    assert generation_use(job, engine).device_bytes == pytest.approx(
-        plan.decode_steps * engine.weights + cache, rel=1e-3
-    )
+    assert generation_use(job, engine).device_bytes == pytest.approx(decode_steps * engine.weights + cache, rel=1e-3)

