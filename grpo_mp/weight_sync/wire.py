@@ -12,7 +12,7 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
-from grpo_mp.models.fp8 import BLOCK, FP8, SCALE, quantize, quantize_at_once, scale_shape
+from grpo_mp.models.fp8 import BLOCK, FP8, SCALE, quantize, scale_shape
 from grpo_mp.models.mapping import Param, Shape, join, shard_range, unfuse
 from grpo_mp.rollout.shared_memory import NamedTensors, TensorSpec, packed_bytes
 from grpo_mp.utils.errors import UserError
@@ -106,7 +106,7 @@ class WireFormat:
             if range_ and param.tp_dim is not None:  # cut to the slice, and remove the padding of the vocabulary
                 start, stop = range_
                 piece = piece.narrow(param.tp_dim, start - self._held(param, shape, shard.part)[0], stop - start)
-            pieces += _quantize(piece) if quantizes else [piece]
+            pieces += quantize(piece) if quantizes else [piece]
         return pieces
 
     def join(self, piece: Piece, shards: Sequence[Sequence[Tensor]]) -> NamedTensors:
@@ -116,7 +116,7 @@ class WireFormat:
             named = list(zip(param.hf, join(param, shards), strict=True))
             if not (self.fp8 and param.is_projection):
                 return [(hf_name, tensor.contiguous()) for hf_name, tensor in named]
-            quantized = [(hf_name, _quantize(tensor)) for hf_name, tensor in named]
+            quantized = [(hf_name, quantize(tensor)) for hf_name, tensor in named]
             return [item for hf_name, (w, s) in quantized for item in ((hf_name, w), (hf_name + SCALE, s))]
         return [
             (spec.name, tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim=param.tp_dim or 0))
@@ -162,8 +162,3 @@ def _cut(shape: Shape, dim: int | None, range_: Range | None) -> Shape:
     if dim is None or range_ is None:
         return shape
     return (*shape[:dim], range_[1] - range_[0], *shape[dim + 1 :])
-
-
-def _quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    # On a CPU, quantizing one row of blocks at a time fits the caches and takes half the time.
-    return quantize_at_once(weight) if weight.is_cuda else quantize(weight)

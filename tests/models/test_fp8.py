@@ -10,8 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from grpo_mp.checkpoint.hf_reader import HfReader
-from grpo_mp.models import fp8
-from grpo_mp.models.fp8 import FP8, dequantize, quantize, quantize_at_once, requantize, scale_shape
+from grpo_mp.models.fp8 import FP8, dequantize, quantize, requantize, scale_shape
 
 SHAPES = [(128, 128), (256, 384), (130, 70), (1, 1), (127, 257), (576, 200)]
 DTYPES = [torch.bfloat16, torch.float32]
@@ -130,18 +129,3 @@ def test_a_reader_dequantizes_slices_as_the_whole_tensor(axis: int, start: int, 
         assert torch.equal(reader.read("norm"), torch.ones(3))
         assert same_bits(reader.read_stored("w"), weight)
         assert [reader.dtype(name) for name in ("w", "norm")] == [FP8, torch.float32]
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (130, 300), (576, 96)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("at_once", [1, 2 * 96 * 128, 2**25])
-def test_quantize_at_once_equals_quantize(
-    shape: tuple[int, int], dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fp8, "AT_ONCE", at_once)
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    values[:, : shape[1] // 2] *= 1e-3
-    values[: shape[0] // 2] *= 0
-    for result, expected in zip(quantize_at_once(values), quantize(values), strict=True):
-        assert (result.dtype, result.shape) == (expected.dtype, expected.shape)
-        assert same_bits(result, expected)
