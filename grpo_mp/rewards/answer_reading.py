@@ -4,9 +4,9 @@ A text with two readings (`4 5`, `5 \text{ million}`, `10:30`) is not a number; 
 """
 
 import re
-import unicodedata
 from dataclasses import dataclass
 from fractions import Fraction
+from unicodedata import normalize
 
 # Abbreviations of units that need no blank before them; other units are words of three letters or more.
 _SYMBOLS = """
@@ -46,47 +46,34 @@ WIDE_BLANK = re.compile(r"(?<=[0-9]) *\\q?quad *(?=[0-9])")  # between two numbe
 SPELLINGS = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        (r"\\(?:left|right|displaystyle|textstyle|[bB]igg?[lr]?)(?![a-zA-Z])|\\!", ""),
+        (r"\\(?:displaystyle|textstyle)(?![a-zA-Z])|\\!", ""),
         (r"\{ ?, ?\}", ","),
         (r"\{ ?\\(?:rm|bf|it) ([^{}]*)\}", r"\\text{\1}"),
         (r"\\text\{ *\}", " "),
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
-        (r"\{ ?([-+]?[0-9]+) ?\\over ?([0-9]+) ?\}", r"\\frac{\1}{\2}"),
         (r"\\varnothing(?![a-zA-Z])", r"\\emptyset"),
         (r"\\frac ?([0-9]) ?([0-9])", r"\\frac{\1}{\2}"),
         (r"(?<!\\)\\([%$#&])", r"\1"),
-        (r"\$\^\{?([1-9])\}?\$", r"^\1"),
         (r"\^ ?\{? ?(\\text\{ ?(?:st|nd|rd|th) ?\}) ?\}?", r" \1"),
         (r"\bper cent\b", "percent"),
         (r"\b([ap])\.? ?m\.", r"\1m"),
         ("[\u2212\ufe63\uff0d]|^[\u2013\u2014](?=[ 0-9.])", "-"),
-        (r"\^ ?(?:\{ ?\\circ ?\}|\\circ)|\\(?:text)?degree(?![a-zA-Z])|\u00ba", "\u00b0"),
+        (r"\^ ?(?:\{ ?\\circ ?\}|\\circ)|\\(?:text)?degree(?![a-zA-Z])", "\u00b0"),
         ("\u00d7", r"\\times "),
-        ("[\u00b7\u22c5]", r"\\cdot "),
         ("\u03c0", r"\\pi "),
         ("\u221e", r"\\infty "),
-        ("\u2264", r"\\le "),
-        ("\u2265", r"\\ge "),
         (r"_ ?([0-9]+) (?=[0-9])", r"_{\1} "),
         (r"^(?:\\approx|\u2248|=) ?", ""),
     )
 )
+# Full-width characters, the ideographic full stop, and the ordinal sign, which some write for degrees.
+IN_ASCII = {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)} | {0x3002: ".", 0xBA: "\u00b0"}
+VULGAR_FRACTION = re.compile("[\u00bc-\u00be\u2150-\u215e]")  # such as one half
 SUPERSCRIPT = re.compile("[\u207a\u207b]?[\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+")
 SUPERSCRIPT_DIGITS = str.maketrans(
     "\u207a\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079", "+-0123456789"
 )
-DELIMITERS = (
-    ("$$", "$$"),
-    ("$", "$"),
-    (r"\(", r"\)"),
-    (r"\[", r"\]"),
-    ("{", "}"),
-    ("**", "**"),
-    ("`", "`"),
-    ("'", "'"),
-    ('"', '"'),
-    ("\u201c", "\u201d"),
-)
+DELIMITERS = ("$$ $$", "$ $", r"\( \)", r"\[ \]", "{ }", "** **", "` `", "' '", '" "', "\u201c \u201d")
 TEXT = re.compile(r"\\text\{([^{}]*)\}")
 
 INTEGER = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])|[1-9][0-9]{0,2}(?: [0-9]{3})+(?![0-9])|[0-9]+)"
@@ -182,7 +169,8 @@ def read_answer(answer: str) -> Number | Text | Expression:
 
 def tidy(answer: str) -> str:
     """Normalize an answer: LaTeX and Unicode spell blanks, fractions and signs in many ways, the result in one way."""
-    text = SUPERSCRIPT.sub(_spell_superscript, "".join(map(_spell_character, answer)))
+    text = SUPERSCRIPT.sub(lambda match: f"^{{{match[0].translate(SUPERSCRIPT_DIGITS)}}}", answer.translate(IN_ASCII))
+    text = VULGAR_FRACTION.sub(lambda match: " " + normalize("NFKC", match[0]).replace("\u2044", "/"), text)
     text = WIDE_BLANK.sub(", ", text)
     text = BLANKS.sub(" ", TEXT_COMMAND.sub(r"\\text{", text)).strip()
     before = None
@@ -393,22 +381,9 @@ def _read_expression(body: str) -> Text | Expression:
     return Expression(TIGHT_EXPONENT.sub(r"\1\\times 10^{\2}", text).replace("\u00b0", r"^\circ"))
 
 
-def _spell_character(character: str) -> str:
-    """Replace a fraction character such as one half, or a full-width character, by its spelling in ASCII or LaTeX."""
-    kind, *codes = unicodedata.decomposition(character).split() or [""]
-    if kind not in ("<fraction>", "<wide>"):
-        return "." if character == "\u3002" else character
-    numerator, _, denominator = "".join(chr(int(code, 16)) for code in codes).partition("\u2044")
-    return rf"\frac{{{numerator}}}{{{denominator}}}" if denominator else numerator
-
-
-def _spell_superscript(match: re.Match[str]) -> str:
-    return f"^{{{match[0].translate(SUPERSCRIPT_DIGITS)}}}"
-
-
 def _without_delimiters(text: str) -> str:
     """Remove one pair of delimiters around the whole text: $5$, {5}."""
-    for opening, closing in DELIMITERS:
+    for opening, closing in map(str.split, DELIMITERS):
         inside = text[len(opening) : -len(closing)]
         others = inside.replace(r"\$", "")
         if text == opening + inside + closing and opening not in others and closing not in others:
