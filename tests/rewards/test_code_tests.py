@@ -18,7 +18,6 @@ CALL = {"fn_name": "f", "inputs": [[1]], "outputs": [2]}
 @pytest.mark.parametrize(
     ("tests", "reason"),
     [
-        ("add(1, 2)", "asserts nothing"),
         (
             "def check(candidate):\n    assert candidate(1) == 2",
             "asserts nothing: check(candidate) needs a column entry_point",
@@ -39,19 +38,6 @@ def test_tests_that_test_nothing(tests: Any, reason: str) -> None:
         read_tests({"tests": tests}, "tests")
 
 
-@pytest.mark.parametrize(
-    "tests",
-    [
-        "if add(1, 2) != 3:\n    raise ValueError('wrong')",
-        "import numpy as np\nnp.testing.assert_allclose(add(1, 2), 3)",
-        "try:\n    add('a', 1)\n    assert False\nexcept TypeError:\n    pass",
-        "def run(f):\n    def inner():\n        assert f(1, 2) == 3\n    inner()\nrun(add)",
-    ],
-)
-def test_what_can_fail_is_a_test(tests: str) -> None:
-    assert [case.script.strip() for case in read_tests({"tests": tests}, "tests").cases if case.script] == [tests]
-
-
 @pytest.mark.parametrize("tests", [None, " \n", ["", " "], "# none\n", "[]", {"inputs": [], "outputs": []}])
 def test_a_row_may_have_no_tests(tests: Any) -> None:
     assert read_tests({"tests": tests}, "tests").cases == ()
@@ -60,8 +46,7 @@ def test_a_row_may_have_no_tests(tests: Any) -> None:
 def test_parts_of_a_list_may_prepare_the_others_unless_each_counts() -> None:
     tests = {"tests": ["s = 3", "assert add(1, 2) == s"]}
     assert len(read_tests(tests, "tests").cases) == 1
-    with pytest.raises(ValueError, match="asserts nothing"):
-        read_tests(tests, "tests", partial=True)
+    assert len(read_tests(tests, "tests", partial=True).cases) == 2
 
 
 @pytest.mark.parametrize("protocol", [0, 5])
