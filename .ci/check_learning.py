@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 METRIC = "eval/arithmetic/accuracy"  # share of held-out problems answered right
-LEFT = ("settings.yaml", "trace.json", "final/config.json", "tensorboard", "checkpoints", "pass_at_k.svg")
+LEFT = ("settings.yaml", "trace.json", "final/config.json", "tensorboard", "checkpoints")
 
 
 def main() -> None:

@@ -14,14 +14,13 @@ if __name__ == "__main__":
 
 import torch.distributed as dist
 
-from grpo_mp.algorithms.evaluation import plot_pass_at_k, write_scores, write_svg
+from grpo_mp.algorithms.evaluation import write_scores
 from grpo_mp.checkpoint.run_state import read_manifest
 from grpo_mp.monitor.samples import SHOWN_SAMPLES, append_samples
 from grpo_mp.trainer.command_line import command, started_job
 from grpo_mp.trainer.engine_job import EngineJob, read_engine_job, start_engines
 from grpo_mp.trainer.evaluation import Evaluation, Evaluator
 from grpo_mp.trainer.preflight import RunInputs, run_evaluation_preflight
-from grpo_mp.trainer.step_logger import PASS_AT_K_FILE
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.files import incomplete
 from grpo_mp.utils.parsers import evaluate_parser
@@ -88,9 +87,6 @@ def _write_results(job: EngineJob, evaluation: Evaluation, step: int) -> None:
         "rewards": {name: stats.to_dict() for name, stats in evaluation.reward_stats.items()},
     }
     write_scores(folder / SCORES, evaluation.scores, **description)
-    (folder / PASS_AT_K_FILE).unlink(missing_ok=True)
-    if figure := plot_pass_at_k({}, evaluation.scores):
-        write_svg(figure, folder / PASS_AT_K_FILE)
 
 
 def _samples_file(folder: Path, rank: int) -> Path:

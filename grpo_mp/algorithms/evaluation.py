@@ -1,19 +1,18 @@
-"""Score an eval set from its samples, write the scores to a file, and plot them over k."""
+"""Score an eval set from its samples, and write the scores to a file."""
 
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from io import StringIO
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from grpo_mp.utils.errors import UserError
-from grpo_mp.utils.files import write_atomically, write_json
+from grpo_mp.utils.files import write_json
 from grpo_mp.utils.types import SampleInfo
 
 
@@ -91,13 +90,7 @@ def _binomials(count: int, columns: int) -> np.ndarray:
     return np.array([float(math.comb(count, x)) for x in range(columns)])
 
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 Votes = Mapping[tuple[int, ...], int | None]  # key of a sample -> number of its answer in the problem; None: no answer
-INCHES = (6.0, 4.0)  # size of a panel
-COLORS = {"before": "tab:gray", "after": "tab:blue"}
 
 
 @dataclass(frozen=True)
@@ -202,51 +195,3 @@ def read_scores(file: Path) -> dict[str, EvalScore]:
     except (OSError, ValidationError) as error:
         found = str(error) if isinstance(error, OSError) else error.errors()[0]["msg"]
         raise UserError(f"{file}: no scores of an evaluation ({found}): remove it") from error
-
-
-def plot_pass_at_k(before: Mapping[str, EvalScore], after: Mapping[str, EvalScore]) -> "Figure | None":
-    """Plot pass@k and maj@k, one panel per eval set with several samples per problem; None without such a set.
-
-    A line is a mean over problems; its band is one standard error to either side.
-    """
-    sets = [name for name, score in after.items() if score.pass_at]
-    if not sets:
-        return None
-    from matplotlib.figure import Figure  # a slow import, which few processes need
-
-    figure = Figure(figsize=(INCHES[0] * len(sets), INCHES[1]), layout="constrained")
-    for axes, name in zip(figure.subplots(1, len(sets), squeeze=False)[0], sets, strict=True):
-        scores = {"before": before.get(name), "after": after[name]} if before else {"after": after[name]}
-        for when, score in scores.items():
-            if score:
-                prefix = f"{when}: " if before else ""
-                _plot_line(axes, score.pass_at, label=f"{prefix}pass@k", color=COLORS[when], style="-")
-                _plot_line(axes, score.maj_at, label=f"{prefix}maj@k", color=COLORS[when], style="--")
-        ks = list(after[name].pass_at)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ks, list(map(str, ks)))
-        axes.set(ylim=(0.0, 1.0), xlabel="k, samples of a problem", ylabel="share of problems")
-        axes.set_title(f"{name}: {after[name].problems} problems x {after[name].samples} samples, ± standard error")
-        axes.grid(alpha=0.3)
-        axes.legend(loc="lower right")
-    return figure
-
-
-def write_svg(figure: "Figure", file: Path) -> None:
-    """Write a figure as SVG with its text as text; equal figures give equal bytes."""
-    import matplotlib
-
-    text = StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "grpo_mp"}):
-        figure.savefig(text, format="svg", metadata={"Date": None})
-    write_atomically(file, text.getvalue())
-
-
-def _plot_line(axes: "Axes", estimates: Mapping[int, Estimate], label: str, color: str, style: str) -> None:
-    if not estimates:
-        return
-    ks, means = list(estimates), [estimate.value for estimate in estimates.values()]
-    errors = [estimate.error or 0.0 for estimate in estimates.values()]
-    axes.plot(ks, means, style, color=color, marker="o", markersize=3, label=label)
-    low, high = ([mean + sign * error for mean, error in zip(means, errors, strict=True)] for sign in (-1, 1))
-    axes.fill_between(ks, low, high, color=color, alpha=0.15, linewidth=0)

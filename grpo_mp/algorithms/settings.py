@@ -1,4 +1,4 @@
-"""The `algorithm` section: independent parts, each with its choices. A preset (presets.py) sets any of them."""
+"""The `algorithm` section: independent parts, each with its choices. A preset (presets.yaml) sets any of them."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal

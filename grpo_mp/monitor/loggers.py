@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.utils.tensorboard import SummaryWriter
@@ -19,9 +19,6 @@ from grpo_mp.monitor.run_folder import parse_metrics
 from grpo_mp.utils.errors import DISK_ERRORS, UserError
 from grpo_mp.utils.files import write_atomically
 from grpo_mp.utils.redact import without_secrets
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 LOGGER = logging.getLogger(__name__)
 PACKAGES = ("wandb", "mlflow", "trackio")  # loggers that need the package of the same name
@@ -41,9 +38,6 @@ class Logger(Protocol):
         """Write the distribution of `values`, float32 [N], N > 0."""
 
     def text(self, step: int, name: str, markdown: str) -> None:
-        pass
-
-    def image(self, step: int, name: str, figure: "Figure") -> None:
         pass
 
     def flush(self) -> None:
@@ -81,9 +75,6 @@ class TensorBoardLogger(Logger):
 
     def text(self, step: int, name: str, markdown: str) -> None:
         self._events.add_text(name, markdown, step)
-
-    def image(self, step: int, name: str, figure: "Figure") -> None:
-        self._events.add_figure(name, figure, step, close=False)
 
     def flush(self) -> None:
         self._events.flush()

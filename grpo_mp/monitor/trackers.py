@@ -8,18 +8,13 @@ import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
-import numpy as np
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from grpo_mp.monitor.loggers import Logger
 from grpo_mp.utils.files import write_atomically
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 class _WandbLike(Logger):
@@ -36,11 +31,6 @@ class _WandbLike(Logger):
 
     def histogram(self, step: int, name: str, values: torch.Tensor) -> None:
         self._log(step, {name: self._module.Histogram(values.numpy())})
-
-    def image(self, step: int, name: str, figure: "Figure") -> None:
-        canvas = FigureCanvasAgg(figure)
-        canvas.draw()
-        self._log(step, {name: self._module.Image(np.asarray(canvas.buffer_rgba()))})
 
     def close(self) -> None:
         self._run.finish()
@@ -114,9 +104,6 @@ class MlflowLogger(Logger):
 
     def text(self, step: int, name: str, markdown: str) -> None:
         self._client.log_text(self._id, markdown, f"{name}/step_{step:06d}.md")
-
-    def image(self, step: int, name: str, figure: "Figure") -> None:
-        self._client.log_figure(self._id, figure, f"{name}/step_{step:06d}.png")
 
     def close(self) -> None:
         self._client.set_terminated(self._id)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from grpo_mp.algorithms.distillation_settings import DistillationConfig
-from grpo_mp.algorithms.evaluation import plot_pass_at_k, read_scores, step_file, write_scores, write_svg
+from grpo_mp.algorithms.evaluation import step_file, write_scores
 from grpo_mp.batching.exchange import gather_groups
 from grpo_mp.batching.step_batch import StepBatch
 from grpo_mp.checkpoint.run_state import METRICS, TrainState
@@ -50,7 +50,6 @@ from grpo_mp.utils.types import MicroBatch, SampleGroup
 from grpo_mp.weight_sync.compare import CheckReport
 from grpo_mp.weight_sync.update import SyncReport
 
-PASS_AT_K_FILE = "pass_at_k.svg"
 LOGGER = logging.getLogger(__name__)
 
 
@@ -195,20 +194,14 @@ class StepLogger:
             self.progress.note(f"warning: step {step}: {finding.sentence}. {finding.advice}")
 
     def write_scores(self, step: int, evaluation: Evaluation) -> None:
-        """Show and write eval scores and answers of a step; plot pass@k beside the scores before training."""
+        """Show and write eval scores and answers of a step."""
         scores = evaluation.scores
         if self.parallel.rank or not scores:
             return
         self.progress.print_eval(step, scores)
-        first = step_file(self.folder, 0)
-        figure = plot_pass_at_k(read_scores(first) if step and first.exists() else {}, scores)
         write_scores(step_file(self.folder, step), scores, step=step)
         if evaluation.shown:
             write_eval_samples(self.folder, step, evaluation.shown)
-        if figure:
-            write_svg(figure, self.folder / PASS_AT_K_FILE)
-            for logger in self.loggers:
-                logger.image(step, "eval/pass_at_k", figure)
 
     def flush(self) -> None:
         for logger in self.loggers:

@@ -50,7 +50,7 @@ def _common(actual: Any, expected: Any) -> Any:
     return {key: actual[key] for key in expected} if isinstance(expected, dict) else actual
 
 
-# Written from the sources, not from presets.py: setting by setting what each says, by the paths of the settings file.
+# Written from the sources, not from presets.yaml: setting by setting what each says, by the paths of the settings file.
 SOURCES: dict[str, dict[str, Any]] = {
     # DAPO, section 4.1: eps 0.2 and 0.28, no KL; eq. 8: token mean; eq. 11: accuracy; eq. 13: -1 where rewards are +-1
     "dapo": {

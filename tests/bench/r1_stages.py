@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from grpo_mp.algorithms.evaluation import EvalScore, read_scores, write_svg
+from grpo_mp.algorithms.evaluation import EvalScore, read_scores
 from tests.bench.quickstart_run import grpo_mp, make_task
 
 CONFIG, SET, STEM = Path("configs/tiny_r1_pipeline.yaml"), "arithmetic", "runs/tiny_r1_seed"
@@ -41,7 +41,7 @@ def main() -> None:
             run(seed)
     scores = [read_stages(Path(f"{STEM}{seed}")) for seed in args.seeds]
     Console(width=140).print(make_table(scores))
-    write_svg(plot(scores), PICTURE)
+    plot(scores).savefig(PICTURE)
 
 
 def run(seed: int) -> None:

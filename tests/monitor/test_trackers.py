@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.figure import Figure
 
 from grpo_mp.monitor.loggers import PACKAGES, Logger, load_loggers, open_loggers, write_metrics
 from grpo_mp.utils.errors import UserError
@@ -72,7 +71,6 @@ def test_an_installed_tracker_writes_two_attempts(name: str, tmp_path: Path, mon
         loggers = open_loggers(load_loggers({name: args}), tmp_path, first_step, SETTINGS)
         scalars = {"reward/mean": 0.5, "train/loss": float("nan")}
         write_metrics(loggers, first_step, scalars, {"reward/values": [0.0, 1.5]}, {"rollout/samples": "**two**"})
-        loggers[0].image(first_step, "eval/pass_at_k", Figure(figsize=(2.0, 1.0), dpi=100))
         loggers[0].close()
     written = [file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()]
     assert any(b"function_args" in content for content in written)
