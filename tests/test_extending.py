@@ -156,7 +156,7 @@ def test_data_source(use: Use) -> None:
     assert [(prompt.text, prompt.answer) for prompt in prompts] == [
         (f"How much is {n} + {n}?", str(n + n)) for n in range(100)
     ]
-    assert settings.data.eval["gsm8k"].source == "datasets"
+    assert settings.data.eval["held_out"].path == "20"
 
 
 def test_logger(use: Use, tmp_path: Path) -> None:

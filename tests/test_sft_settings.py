@@ -24,10 +24,10 @@ from grpo_mp.utils.errors import UserError
 from tests.minimal_settings import MINIMAL_SETTINGS
 
 MINIMAL: dict[str, Any] = {
-    "run": {"folder": "runs/x"},
+    "run": {"folder": "runs/x", "epochs": 2},
     "model": {"path": "checkpoints/x"},
     "data": {"train": "chats.jsonl"},
-    "sft": {"batch_size": 8, "epochs": 2, "max_tokens": 64},
+    "sft": {"batch_size": 8, "max_tokens": 64},
     "optimizer": {"lr": 1e-5},
 }
 
@@ -42,7 +42,7 @@ def settings_of(**sections: Any) -> SftSettings:
     [
         ({"rollout": {"group_size": 8}}, "test: rollout belongs to RL, and supervised fine-tuning has no engines"),
         ({"data": {"prompts_column": "x"}}, "unknown setting data.prompts_column (did you mean data.prompt_column?)"),
-        ({"sft": {"epochs": None}}, "nothing says when the run ends: set run.steps or sft.epochs"),
+        ({"run": {"epochs": None}}, "run.steps is missing: set it, or run.epochs"),
         (
             {"training": {"epochs": 2}},
             "training.epochs=2 belongs to RL: a step of supervised fine-tuning is one update",
@@ -60,7 +60,7 @@ def test_a_file_is_of_the_kind_that_its_section_sft_says(tmp_path: Path) -> None
     of_sft, of_rl = tmp_path / "sft.yaml", tmp_path / "rl.yaml"
     of_sft.write_text(yaml.safe_dump(MINIMAL))
     of_rl.write_text(yaml.safe_dump(MINIMAL_SETTINGS))
-    assert load_any_settings(of_sft, ["sft.epochs=3"]) == load_sft_settings(of_sft, ["sft.epochs=3"])
+    assert load_any_settings(of_sft, ["run.epochs=3"]) == load_sft_settings(of_sft, ["run.epochs=3"])
     assert load_any_settings(of_rl) == load_settings(of_rl)
     assert [training_module(file) for file in (of_sft, of_rl)] == ["grpo_mp.sft", "grpo_mp.train"]
     with pytest.raises(UserError, match=r"settings of supervised fine-tuning \(section sft\): run `grpo-mp sft`"):
@@ -72,7 +72,7 @@ def test_a_file_is_of_the_kind_that_its_section_sft_says(tmp_path: Path) -> None
 @pytest.mark.parametrize(("epochs", "steps", "expected"), [(2, 0, 25), (2, 7, 7), (2, 30, 25), (None, 30, 30)], ids=str)
 def test_the_run_ends_with_its_epochs_or_its_steps(epochs: int | None, steps: int, expected: int) -> None:
     """Twice 100 samples, 8 a step: the last step has what is left."""
-    settings = settings_of(sft={"epochs": epochs}, run={"steps": steps}).with_steps(100)
+    settings = settings_of(run={"epochs": epochs, "steps": steps}).with_steps(100)
     assert settings.run.steps == settings.total_updates == expected
     assert settings.with_steps(100) == settings
 
@@ -92,7 +92,7 @@ def test_a_resumed_run_has_the_steps_of_what_is_left(
     epochs: int, limit: int, done: int, seen: int, expected: int
 ) -> None:
     """Of 10 samples, 4 a step."""
-    settings = settings_of(sft={"epochs": epochs, "batch_size": 4}, run={"steps": limit})
+    settings = settings_of(sft={"batch_size": 4}, run={"epochs": epochs, "steps": limit})
     assert settings.with_steps(10, done, seen).run.steps == expected
 
 
@@ -102,7 +102,7 @@ def test_every_sample_is_seen_once_in_each_epoch_that_is_added(monkeypatch: pyte
     train = cast(ChatSet, SimpleNamespace(epoch_size=10, mixture=()))
     cursor, step, seen = Cursor(seed=5), 0, list[int]()
     for epochs, steps in ((1, 3), (2, 6), (3, 9)):
-        settings = settings_of(sft={"epochs": epochs, "batch_size": 4}).with_steps(10, step, len(seen))
+        settings = settings_of(sft={"batch_size": 4}, run={"epochs": epochs}).with_steps(10, step, len(seen))
         assert settings.run.steps == steps
         while step < settings.run.steps:
             batch = next_batch(settings, train, cursor, len(seen), cast(Policy, None))

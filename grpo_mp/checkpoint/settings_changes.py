@@ -23,7 +23,7 @@ CHANGEABLE = re.compile(
     r"|(layout|engine|sync|monitor|sample|data\.eval)\..+|data\.(eval|max_eval_\w+)"
     r"|training\.(max_tokens_per_microbatch|recompute|logprob_chunk_tokens)"
     r"|optimizer\.(lr|min_lr|warmup_updates|lr_schedule|offload|skip_grad_norm)"
-    r"|rollout\.dump|reward\.judge\.cache|sft\.epochs|(\w+\.)+\w+_s"
+    r"|rollout\.dump|reward\.judge\.cache|(\w+\.)+\w+_s"
     r"|training\.megatron_args\.(num_layers_in_\w+|pipeline_model_parallel_layout)"
 )
 # Paths, which may change freely: the train data is compared by the digest in the checkpoint.

@@ -97,11 +97,7 @@ def total_steps(settings: Settings | SftSettings) -> float:
     if settings.run.steps or not written.is_file():
         return settings.run.steps or inf
     before = load_any_settings(written)
-    return before.run.steps if _epochs(before) == _epochs(settings) else inf
-
-
-def _epochs(settings: Settings | SftSettings) -> tuple[str, float | None]:
-    return ("run", settings.run.epochs) if isinstance(settings, Settings) else ("sft", settings.sft.epochs)
+    return before.run.steps if before.run.epochs == settings.run.epochs else inf
 
 
 def begin_attempt(attempt: Path, run_folder: Path, restarts: int) -> None:

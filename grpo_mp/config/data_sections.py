@@ -18,6 +18,7 @@ from grpo_mp.utils.section import PathText, Section
 
 MAX_SAMPLES = 1024  # samples of a problem: the binomial coefficients of pass@k overflow float64 beyond
 SourceName = Annotated[str, AfterValidator(DATA_SOURCES.check_name)]
+Share = Annotated[float, Field(ge=0, le=1)]
 TemplateVariables = Annotated[
     dict[str, Any],
     Field(
@@ -29,11 +30,9 @@ TemplateVariables = Annotated[
 
 
 class SetConfig(Section):
-    """A data set; null: as in `data`."""
+    """A data set."""
 
     path: PathText = Field(description="JSONL, JSON or Parquet file, or a `datasets` name, `name:split`")
-    source: SourceName | None = Field(None, description="reader of `path`; null: as data.source")
-    system_prompt: str | None = Field(None, description="system message before each row; null: data.system_prompt")
 
 
 class PromptSetConfig(SetConfig):
@@ -79,8 +78,9 @@ class TrainSetConfig(PromptSetConfig):
         description="JSONL or Parquet file with pass rates of the prompts, such as samples.jsonl of `grpo-mp "
         "evaluate`; null: none",
     )
-    min_pass_rate: float = Field(0.0, ge=0, le=1, description="prompts with a lower rate are left out")
-    max_pass_rate: float = Field(1.0, ge=0, le=1, description="prompts with a higher rate are left out")
+    pass_rate_range: tuple[Share, Share] = Field(
+        (0.0, 1.0), description="[lowest, highest]: prompts with other pass rates are left out"
+    )
 
 
 SET_NAME = re.compile(r"\w[\w.-]{0,99}")  # the name becomes part of metric names and the name of a folder
@@ -144,9 +144,8 @@ class DataConfig(NamedSets):
     shuffle: bool = Field(True, description="reorder the train prompts in each epoch; false: order of the file")
 
     def of_set(self, own: TrainSetConfig | EvalSetConfig) -> "DataConfig":
-        """Return the settings with the reader, columns and system prompt of `own`, as far as it sets them."""
-        names = {"source", "prompt_column", "answer_column", "system_prompt"}
-        return self.model_copy(update=own.model_dump(include=names, exclude_none=True))
+        """Return the settings with the columns of `own`, as far as it sets them."""
+        return self.model_copy(update=own.model_dump(include={"prompt_column", "answer_column"}, exclude_none=True))
 
 
 class SampleConfig(Section):

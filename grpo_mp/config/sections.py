@@ -32,15 +32,20 @@ class RunConfig(Section):
     resume: Literal["auto", "never"] = Field(
         "auto", description="auto: resume from the newest checkpoint; never: refuse a folder that has one"
     )
-    export: bool = Field(True, description="write a Hugging Face folder, final/, at the end")
+    export: bool | Literal["fp8"] = Field(
+        True, description="write a Hugging Face folder, final/, at the end; fp8: matrices in blockwise FP8, as DeepSeek"
+    )
     export_every: int = Field(0, ge=0, description="steps between Hugging Face folders exports/step_N; 0: none")
-    export_fp8: bool = Field(False, description="export matrices in blockwise FP8, as DeepSeek")
 
     @model_validator(mode="after")
     def _check_length(self) -> "RunConfig":
         if not self.steps and self.epochs is None:
             raise ValueError("run.steps is missing: set it, or run.epochs")
         return self
+
+    @property
+    def exports_fp8(self) -> bool:
+        return self.export == "fp8"
 
     @property
     def length(self) -> str:

@@ -22,28 +22,10 @@ OF_RL = ("rollout", "engine", "reward", "algorithm", "sync", "schedule")  # sect
 TRAINING_OF_RL = ("updates_per_step", "epochs", "shuffle", "share_prompts", "router_replay")
 
 
-class SftRunConfig(RunConfig):
-    """The run: its folder, length, checkpoints and evaluations. What is not below is as in `run` of RL."""
-
-    steps: int = Field(0, ge=0, description="total steps of one update; may be raised later; 0: by sft.epochs")
-
-    @model_validator(mode="after")
-    def _check_length(self) -> "SftRunConfig":
-        if self.epochs is not None:
-            raise ValueError("run.epochs counts prompts, which supervised fine-tuning has none of: set sft.epochs")
-        return self
-
-
 class ChatSetConfig(SetConfig):
-    """A set of chats; null: as in `data`."""
+    """A set of chats."""
 
     weight: float = Field(1.0, gt=0, description="share of the samples, relative to the other sets")
-
-
-class HeldOutChatsConfig(SetConfig):
-    """A held-out set of chats, whose loss is measured; null: as in `data`."""
-
-    max_samples: int | None = Field(None, gt=0, description="use only the first samples, up to this number; null: all")
 
 
 class ChatDataConfig(NamedSets):
@@ -54,8 +36,8 @@ class ChatDataConfig(NamedSets):
         description="file (JSONL, JSON, Parquet), `datasets` name or `name:split`; or sets by name: {NAME: "
         "{path, weight, ...}}",
     )
-    eval: dict[str, HeldOutChatsConfig] = Field(
-        {}, description="held-out sets by name: a file or `datasets` name, or {path, max_samples, ...}"
+    eval: dict[str, SetConfig] = Field(
+        {}, description="held-out sets, whose loss is measured, by name: a file or `datasets` name"
     )
     source: SourceName | None = Field(
         None, description="reader: jsonl, parquet, datasets, or your own 'file.py:function'; null: by the file's suffix"
@@ -76,9 +58,6 @@ class SftConfig(Section):
     """What a step takes of the data, and what it learns of a chat."""
 
     batch_size: int = Field(gt=0, description="samples of a step over all ranks")
-    epochs: int | None = Field(
-        None, gt=0, description="passes over the train data (TRL num_train_epochs); null: run.steps decides"
-    )
     max_tokens: int = Field(gt=0, description="tokens of the longest sample (TRL max_length)")
     too_long: Literal["drop", "truncate", "refuse"] = Field(
         "drop",
@@ -95,7 +74,7 @@ class SftConfig(Section):
 class SftSettings(Section):
     """All settings of supervised fine-tuning."""
 
-    run: SftRunConfig = Field(description="folder, length, checkpoints and evaluations of the run")
+    run: RunConfig = Field(description="folder, length, checkpoints and evaluations of the run")
     model: ModelConfig = Field(description="the policy")
     layout: LayoutConfig = Field(LayoutConfig(), description="parallelism of the trainer")
     data: ChatDataConfig = Field(description="chats to learn from and to evaluate on")
@@ -122,15 +101,9 @@ class SftSettings(Section):
             if vars(self.training)[name] != TrainingConfig.model_fields[name].default:
                 raise ValueError(
                     f"training.{name}={vars(self.training)[name]} belongs to RL: a step of supervised fine-tuning is "
-                    "one update of sft.batch_size samples, and sft.epochs are its passes over the data: leave it out"
+                    "one update of sft.batch_size samples, and run.epochs are its passes over the data: leave it out"
                 )
         check_training(self)
-        return self
-
-    @model_validator(mode="after")
-    def _check_length(self) -> "SftSettings":
-        if not (self.run.steps or self.sft.epochs):
-            raise ValueError("nothing says when the run ends: set run.steps or sft.epochs")
         return self
 
     @property
@@ -145,14 +118,14 @@ class SftSettings(Section):
     def bucket_bytes(self) -> None: ...
 
     def with_steps(self, epoch_size: int, steps_done: int = 0, samples_seen: int = 0) -> "SftSettings":
-        """Return the settings with `run.steps` computed from `sft.epochs`.
+        """Return the settings with `run.steps` computed from `run.epochs`.
 
         `epoch_size`: samples of an epoch. `steps_done`, `samples_seen`: progress of a resumed run. Its last step may
         have been smaller than `sft.batch_size`, if an earlier job ended with the rest of an epoch.
         """
-        if not self.sft.epochs:
+        if not self.run.epochs:
             return self
-        left = max(0, self.sft.epochs * epoch_size - samples_seen)
+        left = max(0, round(self.run.epochs * epoch_size) - samples_seen)
         steps = steps_done + -(-left // self.sft.batch_size)
         run = self.run.model_copy(update={"steps": min(steps, self.run.steps or steps)})
         return self.model_copy(update={"run": run})

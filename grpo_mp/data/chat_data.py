@@ -1,13 +1,12 @@
 """Chat data sets for SFT: every row is checked and measured at the start, and read again when it is trained on."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo_mp.config.data_sections import SetConfig
 from grpo_mp.config.sft_settings import ChatDataConfig, SftConfig
 from grpo_mp.data.messages import read_messages
 from grpo_mp.data.rows import Row, read_rows, without_nulls
@@ -49,16 +48,11 @@ class ChatReader:
         assert sample is not None, f"{row.location}: the row has changed since the run started"
         return sample
 
-    def read_part(self, path: str, count: int | None = None) -> Part[Sample]:
-        """Read and check the rows of a source, or the first `count`."""
+    def read_part(self, path: str) -> Part[Sample]:
+        """Read and check the rows of a source."""
         check_template(self.encoder.tokenizer)
         limit = Limit("sft.max_tokens", self.sft.max_tokens, "chats")
-        return read_part(read_rows(path, self.data.source), self.measure, self.read, limit, count)
-
-    def of_set(self, own: SetConfig) -> "ChatReader":
-        """Return the reader with the source and system prompt of a data set, as far as it sets them."""
-        update = own.model_dump(include={"source", "system_prompt"}, exclude_none=True)
-        return replace(self, data=self.data.model_copy(update=update))
+        return read_part(read_rows(path, self.data.source), self.measure, self.read, limit)
 
     def _render(self, row: Row) -> LearnedText:
         chat = read_chat(row, self.data)
@@ -79,7 +73,7 @@ class ChatReader:
 def load_train_chats(reader: ChatReader) -> ChatSet:
     """Read, check and measure the data sets of `data.train`."""
     sets = reader.data.train
-    parts = {name: reader.of_set(own).read_part(own.path) for name, own in sets.items()}
+    parts = {name: reader.read_part(own.path) for name, own in sets.items()}
     return join_parts(parts, "data.train", "left out", [own.weight for own in sets.values()])
 
 
@@ -87,8 +81,7 @@ def load_held_out_chats(reader: ChatReader) -> dict[str, ChatSet]:
     """Read, check and measure the data sets of `data.eval`."""
     sets = {}
     for name, own in reader.data.eval.items():
-        part = reader.of_set(own).read_part(own.path, own.max_samples)
-        sets[name] = join_parts({name: part}, "data.eval", "no part of its loss")
+        sets[name] = join_parts({name: reader.read_part(own.path)}, "data.eval", "no part of its loss")
     return sets
 
 

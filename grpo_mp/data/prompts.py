@@ -51,7 +51,7 @@ def read_pass_rates(name: str) -> PassRates:
 
 def within_pass_rates(texts: Iterable[str], file: str, train_set: TrainSetConfig) -> list[bool]:
     """Return for each prompt whether its pass rate is in the set's range; True if the file lacks the prompt."""
-    lowest, highest = train_set.min_pass_rate, train_set.max_pass_rate
+    lowest, highest = train_set.pass_rate_range
     rates = read_pass_rates(file)
     measured = [rates.get(text) for text in texts]
     if not any(rate is not None for rate in measured):

@@ -70,7 +70,9 @@ def describe_sft(
     lengths, num_learned = train.sizes.T
     learned = num_learned.sum() / lengths.sum()
     evals = ", ".join(f"{len(held_out)} of {name}" for name, held_out in inputs.evals.items()) or "none"
-    epochs = min(sft.epochs or math.inf, steps * sft.batch_size / train.epoch_size)  # the last step may be partial
+    epochs = min(
+        settings.run.epochs or math.inf, steps * sft.batch_size / train.epoch_size
+    )  # the last step may be partial
     layout = describe_parallelism(settings.layout, world_size)
     facts = [
         f"ranks: {world_size}, {ranks_per_node} on each node; layout: {layout}",

@@ -118,7 +118,7 @@ def export(ctx: PolicyContext, folder: Path) -> None:
     with ctx.phases.phase(Phase.SAVE, "export"):
         if model.lora:
             export_adapters(ctx.policy, adapter_folder(folder), model.path, bucket_bytes)
-        export_policy(ctx.policy, folder, model.path, bucket_bytes, ctx.settings.run.export_fp8)
+        export_policy(ctx.policy, folder, model.path, bucket_bytes, ctx.settings.run.exports_fp8)
 
 
 def adapter_folder(export: Path) -> Path:

@@ -255,7 +255,7 @@ def check_bucket(settings: Settings, hf: HfConfig, fp8: bool) -> None:
     params = engine_params(family_of(hf).params(hf), hf, settings.engine.speculative.drafts_by_mtp)
     tp_sizes = {name: tp_size(param, settings.layout) for name, param in params.items()}
     exports = settings.run.export or settings.run.export_every > 0
-    for in_fp8 in {fp8, settings.run.export_fp8 if exports else fp8}:
+    for in_fp8 in {fp8, settings.run.exports_fp8 if exports else fp8}:
         wire = WireFormat(params, tp_sizes, DTYPES[settings.model.dtype], in_fp8)
         wire.round_bytes(settings.sync.bucket_bytes)
 

@@ -53,7 +53,7 @@ def _join_run(
 def open_sft_context(
     settings: SftSettings, inputs: SftInputs, find_checkpoints: FindCheckpoints = tuple
 ) -> Iterator[SftContext]:
-    """Open an SFT job: build the policy and resume; the settings of the context have `sft.epochs` as `run.steps`."""
+    """Open an SFT job: build the policy and resume; the settings of the context have `run.epochs` as `run.steps`."""
     limit_s = settings.monitor.phase_timeout_s
     with (
         _join_run(settings, inputs, find_checkpoints) as (settings, job, resumed),

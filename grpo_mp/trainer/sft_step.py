@@ -46,7 +46,8 @@ class SftBatch:
 def next_batch(settings: SftSettings, train: ChatSet, cursor: Cursor, samples_seen: int, policy: Policy) -> SftBatch:
     """Return the next batch after `cursor`, with this rank's samples packed; the last batch may be smaller."""
     sft, size = settings.sft, train.epoch_size
-    left = sft.epochs * size - samples_seen if sft.epochs else sft.batch_size
+    epochs = settings.run.epochs
+    left = round(epochs * size) - samples_seen if epochs else sft.batch_size
     count = min(sft.batch_size, left) if left > 0 else sft.batch_size
     indices, cursor = take(cursor, size, count, settings.data.shuffle, mixture=train.mixture)
     return SftBatch(indices, cursor, pack_samples(train, indices, settings.training.max_tokens_per_microbatch, policy))

@@ -139,7 +139,7 @@ def fine_tune(given: argparse.Namespace, rate: str, batch_size: int, passes: int
         grpo_mp("sample", "configs/tiny_moe.yaml", "--ranks", "2", *drawn)
     if not (folder / "final" / "config.json").exists():
         run = [f"run.folder={folder}", f"run.seed={given.seed}", "run.save_every=0"]
-        run += [f"model.path={given.student}", "layout={}", f"sft.batch_size={batch_size}", f"sft.epochs={passes}"]
+        run += [f"model.path={given.student}", "layout={}", f"sft.batch_size={batch_size}", f"run.epochs={passes}"]
         rates = [f"optimizer.lr={rate}", f"optimizer.min_lr={float(rate) / 10:g}"]
         train = [f"data.train={answers}/samples.parquet", "data.eval={}"]
         grpo_mp("sft", "configs/tiny_sft.yaml", "--ranks", "2", *run, *rates, *train)

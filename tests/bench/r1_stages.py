@@ -64,7 +64,7 @@ def make_pipeline(recipe: str, seed: int) -> str:
     stages = tree["stages"]
     zero = {**stages["reasoning"], "settings": {**stages["reasoning"]["settings"], "model.path": tree["base"]}}
     cold_start = stages["cold_start"]["settings"]
-    longer = {**cold_start, "sft.epochs": 2 * cold_start["sft.epochs"]}
+    longer = {**cold_start, "run.epochs": 2 * cold_start["run.epochs"]}
     stages |= dict(zip(BESIDE, (zero, {**stages["cold_start"], "settings": longer}), strict=True))
     for part in (tree["evaluation"], *stages.values()):
         part["config"] = str(CONFIG.parent.resolve() / part["config"])

@@ -59,7 +59,7 @@ def test_a_seed_of_r1_has_the_stages_of_the_recipe_and_two_beside_them(tmp_path:
     assert all(job.settings["run.seed"] == 3 for job in jobs.values())
     assert jobs["reasoning"].settings["model.path"] == "runs/tiny_r1_seed3/cold_start/final"
     assert jobs["zero"].settings["model.path"] == "checkpoints/tiny_r1_seed3_base"
-    assert (jobs["cold_start"].settings["sft.epochs"], jobs["sft_alone"].settings["sft.epochs"]) == (3, 6)
+    assert (jobs["cold_start"].settings["run.epochs"], jobs["sft_alone"].settings["run.epochs"]) == (3, 6)
     paths = [word for job in jobs.values() for word in str(job).split("'") if "tiny_r1" in word]
     assert paths
     assert all("tiny_r1_seed3" in path for path in paths)

@@ -85,17 +85,17 @@ def load(train: Any, **data: Any) -> PromptSet:
     return load_train_prompts(PromptReader(DataConfig(train=train, **data), TOKENIZER, 100))
 
 
-def test_sets_have_their_own_columns_and_system_prompts(tmp_path: Path) -> None:
+def test_sets_have_their_own_columns(tmp_path: Path) -> None:
     first = write(tmp_path / "a.jsonl", [{"question": "How", "answer": "1"}, {"question": "many", "answer": "2"}])
     second = write(tmp_path / "b.jsonl", [{"problem": "apples", "answer": "3", "level": 4}])
-    mixed = {"problem": {"path": second, "prompt_column": "problem", "system_prompt": "How many", "weight": 3}}
+    mixed = {"problem": {"path": second, "prompt_column": "problem", "weight": 3}}
     prompts = load({"plain": first, **mixed}, system_prompt="apples")
     assert [(prompt.index, prompt.text, prompt.answer) for prompt in prompts] == [
         (0, "How", "1"),
         (1, "many", "2"),
         (2, "apples", "3"),
     ]
-    assert [prompt.messages[0]["content"] for prompt in prompts] == ["apples", "apples", "How many"]
+    assert [prompt.messages[0]["content"] for prompt in prompts] == ["apples", "apples", "apples"]
     assert [prompt.columns["data_set"] for prompt in prompts] == ["plain", "plain", "problem"]
     assert prompts[2].columns["level"] == 4
     assert prompts.epoch_size == 2  # 1 of each: the second set is a whole, 3 of 1 are a third
@@ -107,7 +107,7 @@ def test_prompts_outside_of_the_pass_rates_are_left_out(tmp_path: Path) -> None:
     verdicts = {"How": (True, True, None), "many": (False, True), "apples": (False, False), "3": (None,)}
     rows = [{"prompt": text, "is_correct": right} for text, all_right in verdicts.items() for right in all_right]
     samples = write(tmp_path / "samples.jsonl", rows)
-    chosen = {"path": source, "pass_rates": samples, "min_pass_rate": 0.1, "max_pass_rate": 0.9}
+    chosen = {"path": source, "pass_rates": samples, "pass_rate_range": [0.1, 0.9]}
     prompts = load({"train": chosen})
     assert [(prompt.index, prompt.text) for prompt in prompts] == [(0, "many"), (1, "3")]
     assert prompts.filtered == 2
@@ -124,24 +124,23 @@ def test_pass_rates_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     ):
         rates = write(tmp_path / "rates.jsonl", [row])
         with pytest.raises(UserError, match=message):
-            load({"train": {"path": source, "pass_rates": rates, "max_pass_rate": 0.5}})
+            load({"train": {"path": source, "pass_rates": rates, "pass_rate_range": [0.0, 0.5]}})
 
 
-def test_eval_sets_have_their_own_columns_and_system_prompts(tmp_path: Path) -> None:
+def test_eval_sets_have_their_own_columns(tmp_path: Path) -> None:
     first = write(tmp_path / "a.jsonl", [{"question": "How", "answer": "1"}])
     second = write(tmp_path / "b.jsonl", [{"task": {"problem": [{"role": "user", "content": "many"}]}, "label": 2}])
     own = {"path": second, "prompt_column": "task.problem", "answer_column": "label"}
     data = DataConfig(
         train=first,
-        eval={"same": first, "own": own | {"system_prompt": "apples"}, "none": own | {"system_prompt": ""}},
+        eval={"same": first, "own": own},
         system_prompt="How many",
     )
     sets = load_eval_prompts(PromptReader(data, TOKENIZER, 100))
     found = {name: (one[0].text, one[0].answer, [m["content"] for m in one[0].messages]) for name, one in sets.items()}
     assert found == {
         "same": ("How", "1", ["How many", "How"]),
-        "own": ("many", "2", ["apples", "many"]),
-        "none": ("many", "2", ["many"]),
+        "own": ("many", "2", ["How many", "many"]),
     }
     groups = {name: SampleGroup(one[0], (Sample.from_tokens(0, (1,), (2,)),)) for name, one in sets.items()}
     asked = {name: call_arguments(group, "question")["prompts"] for name, group in groups.items()}

@@ -107,7 +107,7 @@ def finished_run(start_job: StartJob, tmp_path_factory: pytest.TempPathFactory) 
 def finished_settings(folder: Path) -> tuple[str, ...]:
     """With these, one run writes every metric of the dictionary."""
     reward = f"reward.functions={{{folder / 'reward.py'}:letters: 1.0}}"
-    exports = ("run.export_every=2", "run.export_fp8=false")
+    exports = ("run.export_every=2",)
     sampling = ("algorithm.kl.target=0.05", "data.eval.arithmetic.samples=2")
     return (
         f"run.folder={folder / 'run'}",

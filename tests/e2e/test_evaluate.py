@@ -134,10 +134,10 @@ def test_samples_filter_what_is_trained_on(without_checkpoint: tuple[Path, str, 
     folder, _, question = without_checkpoint
     tokenizer = AutoTokenizer.from_pretrained(tiny_run.model)
 
-    def kept(**rates: float) -> list[str]:
+    def kept(*rates: float) -> list[str]:
         files = {"path": str(tiny_run.config.parent / "eval.jsonl"), "pass_rates": str(folder / "samples.jsonl")}
-        data = DataConfig.model_validate({"train": {"measured": files | rates}})
+        data = DataConfig.model_validate({"train": {"measured": files | {"pass_rate_range": rates}}})
         return [prompt.text for prompt in load_train_prompts(PromptReader(data, tokenizer, 64))]
 
-    assert len(kept(min_pass_rate=1.0)) == EVAL_PROMPTS
-    assert kept(max_pass_rate=0.5) == [question]
+    assert len(kept(1.0, 1.0)) == EVAL_PROMPTS
+    assert kept(0.0, 0.5) == [question]

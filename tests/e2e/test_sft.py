@@ -75,11 +75,11 @@ def config(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
         rows = ({"prompt": problem.question, "completion": worked_response(problem)} for problem in problems)
         write_rows(rows, folder / f"{name}.jsonl")
     settings = {
-        "run": {"folder": str(folder / "run"), "save_every": 2, "eval_every": 2, "export_every": 2},
+        "run": {"folder": str(folder / "run"), "epochs": 1, "save_every": 2, "eval_every": 2, "export_every": 2},
         "model": {"path": str(tiny_run.model), "dtype": "float32"},
         "layout": {"expert": 2},
         "data": {"train": str(folder / "train.jsonl"), "eval": {"sums": str(folder / "held_out.jsonl")}},
-        "sft": {"batch_size": BATCH, "epochs": 1, "max_tokens": 64},
+        "sft": {"batch_size": BATCH, "max_tokens": 64},
         "optimizer": {"lr": 3e-3, "lr_schedule": "linear", "warmup_updates": 1},
     }
     (folder / "sft.yaml").write_text(yaml.safe_dump(settings))
@@ -194,7 +194,7 @@ def test_the_report_has_its_losses_and_settings(runs: Runs) -> None:
 @pytest.mark.slow
 def test_adapters_alone_learn_and_peft_loads_them(config: Path, tiny_run: TinyRun, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    lora = ("model.lora={rank: 8, alpha: 32}", "optimizer.lr=0.01", "optimizer.lr_schedule=constant", "sft.epochs=2")
+    lora = ("model.lora={rank: 8, alpha: 32}", "optimizer.lr=0.01", "optimizer.lr_schedule=constant", "run.epochs=2")
     job = Job(tmp_path, [str(config), f"run.folder={run}", "run.eval_every=0", "run.export_every=0", *lora], SFT)
     try:
         assert job.wait() == 0, job.err
@@ -214,7 +214,7 @@ def test_epochs_that_are_added_have_all_of_the_data(config: Path, tmp_path: Path
     for epochs, steps in ((1, STEPS), (2, 2 * STEPS)):
         folder = tmp_path / f"job_{epochs}"
         folder.mkdir()
-        settings = [str(config), f"run.folder={run}", f"sft.epochs={epochs}", *alone]
+        settings = [str(config), f"run.folder={run}", f"run.epochs={epochs}", *alone]
         job = Job(folder, settings, (sys.executable, "-m", "grpo_mp.sft"))
         try:
             assert job.wait() == 0, job.err
@@ -244,7 +244,7 @@ def test_a_run_that_a_guard_or_a_signal_stops_leaves_a_report_and_a_timeline(con
         run = tmp_path / name
         (tmp_path / f"job_{name}").mkdir()
         settings = (f"run.folder={run}", f"monitor.guards={limit}", "monitor.report_every=0", "data.eval={}")
-        alone = ("layout.expert=1", "sft.epochs=40", "run.save_every=0", "run.export_every=0")
+        alone = ("layout.expert=1", "run.epochs=40", "run.save_every=0", "run.export_every=0")
         job = Job(tmp_path / f"job_{name}", [str(config), *settings, *alone], (sys.executable, "-m", "grpo_mp.sft"))
         try:
             if name == "signal":

@@ -78,18 +78,14 @@ def test_prompt_and_completion_may_be_texts_or_messages(tmp_path: Path) -> None:
     assert decoded == "<|user|>1+2?<|im_end|><|assistant|>3<|im_end|><|user|>1+2?<|im_end|><|assistant|>"
 
 
-def test_a_held_out_set_has_its_own_system_prompt(tmp_path: Path) -> None:
+def test_held_out_sets_are_measured(tmp_path: Path) -> None:
     rows = [{"prompt": "1+2?", "completion": digits} for digits in ("3", "3" * 64)]
     file = tmp_path / "chats.jsonl"
-    expected = load(file, rows, {"system_prompt": "Sum"})[0]
-    data = ChatDataConfig(
-        train=str(file),
-        eval={"own": {"path": str(file), "system_prompt": "Sum"}, "other": str(file)},
-        system_prompt="Add",
-    )
+    expected = load(file, rows, {"system_prompt": "Add"})[0]
+    data = ChatDataConfig(train=str(file), eval={"own": {"path": str(file)}, "other": str(file)}, system_prompt="Add")
     sets = load_held_out_chats(ChatReader(data, SftConfig(batch_size=1, max_tokens=64), encoder()))
     assert [(len(chats), chats.too_long) for chats in sets.values()] == [(1, 1)] * 2
-    assert sets["own"][0].prompt_tokens == expected.prompt_tokens != sets["other"][0].prompt_tokens
+    assert sets["own"][0].prompt_tokens == expected.prompt_tokens == sets["other"][0].prompt_tokens
 
 
 def test_nulls_of_parquet_and_tools_as_json_are_read(tmp_path: Path) -> None:

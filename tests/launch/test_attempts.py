@@ -132,5 +132,5 @@ def test_a_fine_tuning_by_epochs_has_the_steps_that_its_folder_says(tmp_path: Pa
     assert job.total_steps(settings) == math.inf
     (tmp_path / SETTINGS).write_text(dump_settings(settings.with_steps(1000)))
     assert job.total_steps(settings) == 8
-    more = load_sft_settings(Path("configs/tiny_sft.yaml"), [f"run.folder={tmp_path}", "sft.epochs=2"])
+    more = load_sft_settings(Path("configs/tiny_sft.yaml"), [f"run.folder={tmp_path}", "run.epochs=2"])
     assert job.total_steps(more) == math.inf

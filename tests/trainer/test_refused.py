@@ -246,10 +246,10 @@ def test_a_dry_run_of_sft_shows_the_data_and_what_is_learned_of_it(
     """One with a mistake ends with a sentence."""
     (tmp_path / "chats.jsonl").write_text((json.dumps({"prompt": "1+2?", "completion": "3"}) + "\n") * 8)
     settings: dict[str, Any] = {
-        "run": {"folder": str(tmp_path / "run")},
+        "run": {"folder": str(tmp_path / "run"), "epochs": 3},
         "model": {"path": str(tiny_run.model), "dtype": "float32"},
         "data": {"train": str(tmp_path / "chats.jsonl"), "eval": {"same": str(tmp_path / "chats.jsonl")}},
-        "sft": {"batch_size": 4, "epochs": 3, "max_tokens": 64},
+        "sft": {"batch_size": 4, "max_tokens": 64},
         "optimizer": {"lr": 1e-3},
     }
     (tmp_path / "sft.yaml").write_text(yaml.safe_dump(settings))
