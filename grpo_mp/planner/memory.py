@@ -303,7 +303,7 @@ def _rank_host_memory(job: PlannedJob, sub_phase: SubPhase, stage: int, engine: 
 
 
 def _exports(settings: Settings) -> bool:
-    return settings.run.export or settings.run.export_every > 0
+    return bool(settings.run.export) or settings.run.export_every > 0
 
 
 def _export_host_bytes(job: PlannedJob) -> float:
