@@ -106,14 +106,6 @@ def _mixed_order(cursor: Cursor, shuffle: bool, mixture: Mixture) -> npt.NDArray
     return np.concatenate(parts)[np.argsort(np.concatenate(places), kind="stable")]
 
 
-@dataclass(frozen=True)
-class Draw:
-    """Index of a drawn prompt, and the cursor after the draw."""
-
-    index: int
-    cursor: Cursor
-
-
 class PromptQueue:
     """Queue of prompts that are drawn but not used up. Ranks that make the same calls draw the same prompts."""
 
@@ -121,12 +113,12 @@ class PromptQueue:
         self._size = size
         self._shuffle = shuffle
         self._mixture = mixture
-        self._draws: list[Draw] = []
+        self._draws: list[tuple[int, Cursor]] = []  # index of each prompt, and the cursor after it
         self._cursor = Cursor()
         self._is_skipped: Callable[[int], bool] = lambda _: False
         self._skips_left = 0
         self._step_size: int | None = None
-        self._last: deque[int] = deque()  # the last draws, used up or not
+        self._last: deque[int] = deque(maxlen=0)  # the last draws, used up or not
 
     def begin_step(self, cursor: Cursor, is_skipped: Callable[[int], bool], step_size: int | None) -> None:
         """Begin a step at `cursor`, where the last step ended or a run resumes.
@@ -149,32 +141,30 @@ class PromptQueue:
     def extend(self, count: int) -> None:
         """Draw prompts until the queue holds `count`."""
         while len(self._draws) < count:
-            cursor = self._draws[-1].cursor if self._draws else self._cursor
-            recent = list(self._last) if self._step_size else [draw.index for draw in self._draws]
-            (index,), cursor = take(
-                cursor, self._size, count=1, shuffle=self._shuffle, recent=recent, mixture=self._mixture
-            )
-            while self._is_skipped(index) and self._skips_left:
-                self._skips_left -= 1
+            cursor = self._draws[-1][1] if self._draws else self._cursor
+            recent = list(self._last) if self._step_size else [index for index, _ in self._draws]
+            while True:
                 (index,), cursor = take(
                     cursor, self._size, count=1, shuffle=self._shuffle, recent=recent, mixture=self._mixture
                 )
-            self._draws.append(Draw(index, cursor))
-            if self._step_size:
-                self._last.append(index)
+                if not (self._is_skipped(index) and self._skips_left):
+                    break
+                self._skips_left -= 1
+            self._draws.append((index, cursor))
+            self._last.append(index)
 
     def __getitem__(self, number: int) -> int:
         self.extend(number + 1)
-        return self._draws[number].index
+        return self._draws[number][0]
 
     def epoch(self, number: int) -> int:
         self.extend(number + 1)
-        return self._draws[number].cursor.epoch
+        return self._draws[number][1].epoch
 
     def use_up(self, count: int) -> Cursor:
         """Remove the first `count` prompts from the queue; return the cursor at which the next step begins."""
         if count:
-            self._cursor = self._draws[count - 1].cursor
+            self._cursor = self._draws[count - 1][1]
             self._draws = self._draws[count:]
         return self._cursor
 

@@ -45,7 +45,7 @@ def read_messages(value: Any, location: str, role: str = "") -> list[Message]:
 
 def as_template_reads(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> list[Message]:
     """Convert tool calls and thinking of messages to the form that the tokenizer's chat template renders."""
-    messages = [with_thinking_as_read(message, tokenizer) for message in messages]
+    messages = [_with_reasoning_content(message) for message in messages]
     if not any(message.get("tool_calls") for message in messages):
         return messages
     form = call_form(tokenizer, str(tokenizer.chat_template))
@@ -135,10 +135,12 @@ def _function(call: Any) -> Mapping[str, Any]:
     return function if isinstance(function, Mapping) else {}
 
 
-THINKING = ("reasoning_content", "reasoning", "thinking")
 # Fields that turn the loss of a message on or off: OpenAI (weight), ms-swift (loss), slime (loss_mask, step_loss_mask),
 # axolotl (train, training, train_on_turn), verl (trainable).
 SWITCHES = ("weight", "loss", "loss_mask", "step_loss_mask", "train", "training", "trainable", "train_on_turn")
+
+
+THINKING = ("reasoning_content", "reasoning", "thinking")
 
 
 def is_learned(answer: Message) -> bool:
@@ -155,26 +157,9 @@ def thinking_texts(message: Message) -> list[tuple[str, str]]:
     return [(name, text) for name in THINKING if isinstance(text := message.get(name), str)]
 
 
-def with_thinking_as_read(message: Message, tokenizer: PreTrainedTokenizerBase) -> Message:
-    """Move a message's thinking to the field that the tokenizer's chat template renders, if it renders any."""
-    given = next((name for name in THINKING if message.get(name)), None)
-    if message["role"] != "assistant" or not given:
+def _with_reasoning_content(message: Message) -> Message:
+    """Move an answer's thinking to the field `reasoning_content`, which chat templates render."""
+    given = next((name for name in THINKING if message.get(name)), THINKING[0])
+    if given == THINKING[0] or message["role"] != "assistant":
         return message
-    read = thinking_field(tokenizer, str(tokenizer.chat_template))
-    if not read or message.get(read):
-        return message
-    return {name: value for name, value in message.items() if name != given} | {read: message[given]}
-
-
-@lru_cache(maxsize=16)
-def thinking_field(tokenizer: PreTrainedTokenizerBase, template: str) -> str | None:
-    """Return the field from which the template renders thinking; None if there is none. `template`: cache key."""
-    mark = "THINKING7F3A"
-    for name in THINKING:
-        messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer", name: mark}]
-        try:
-            if mark in str(tokenizer.apply_chat_template(messages, tokenize=False)):
-                return name
-        except Exception:  # noqa: BLE001, S112 - a template is a program
-            continue
-    return None
+    return {name: value for name, value in message.items() if name != given} | {THINKING[0]: message[given]}

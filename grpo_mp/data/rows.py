@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -28,15 +28,6 @@ class DataSource(Protocol):
 
     def __call__(self, name: str, /) -> Iterable[Columns]:
         """Yield the rows, or return a sequence of them."""
-
-
-@runtime_checkable
-class SupportsIndexing(Protocol):
-    """Rows that can be read by index: a sequence, or a data set of `datasets`."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -76,7 +67,16 @@ def read_rows(name: str, source: str | None = None) -> Rows:
             raise UserError(f"{name}: no such file: set data.train or data.eval to an existing one")
         check_regular(path)
     read = DATA_SOURCES.resolve(source, "data.source")
-    rows = _by_index(read(name)) if source in DATA_SOURCES.built_in else _user_rows(read, name, source)
+    try:
+        found = read(name)
+        is_indexed = hasattr(found, "__len__") and hasattr(found, "__getitem__")
+        rows = cast(Sequence[Columns], found) if is_indexed else list(found)
+    except UserError:
+        raise
+    except Exception as error:  # raised by a user's reader, pyarrow, fsspec and others
+        raise UserError(
+            f"data.source {source!r}: reading {name!r} failed: {type(error).__name__}: {one_line(error)}"
+        ) from error
     return Rows(name, "line" if isinstance(rows, JsonLines) else "row", rows)
 
 
@@ -84,20 +84,6 @@ def source_of(name: str) -> str:
     """Return the name of a data set's reader, by the suffix of the file; `datasets` for any other name."""
     found = (source for suffix, source in SOURCE_BY_SUFFIX.items() if name.lower().endswith(suffix))
     return next(found, "datasets")
-
-
-def _by_index(rows: Iterable[Columns]) -> Sequence[Columns]:
-    return cast(Sequence[Columns], rows) if isinstance(rows, SupportsIndexing) else list(rows)
-
-
-def _user_rows(read: DataSource, name: str, source: str) -> Sequence[Columns]:
-    """Read rows with a user's own reader; errors name the reader."""
-    try:
-        return _by_index(read(name))
-    except Exception as error:
-        raise UserError(
-            f"data.source {source!r}: reading {name!r} failed: {type(error).__name__}: {one_line(error)}"
-        ) from error
 
 
 class JsonLines(Sequence[Columns]):
@@ -144,11 +130,8 @@ def read_parquet(name: str) -> Sequence[Columns]:
     import datasets
 
     datasets.disable_progress_bars()  # every rank would show its own
-    try:
-        # `datasets` treats a name as a glob pattern, by which set[1].parquet matches set1.parquet.
-        return datasets.load_dataset("parquet", data_files=glob.escape(name), split="train")
-    except Exception as error:  # raised by pyarrow, fsspec and others
-        raise UserError(f"{name}: not readable as Parquet: {one_line(error.__cause__ or error)}") from error
+    # `datasets` treats a name as a glob pattern, by which set[1].parquet matches set1.parquet.
+    return datasets.load_dataset("parquet", data_files=glob.escape(name), split="train")
 
 
 def read_datasets(source: str) -> Sequence[Columns]:
@@ -156,27 +139,15 @@ def read_datasets(source: str) -> Sequence[Columns]:
     import datasets
 
     name, *rest = source.split(":")
-    is_file = Path(name).suffix.lower() in OTHER_FILES  # a file, not a name on the Hub, which is not queried
-    if len(rest) > 2 or not name.strip() or is_file:
+    if len(rest) > 2 or not name.strip():
         raise UserError(f"{source!r}: write a .jsonl, .json or .parquet file, name:split or name:config:split")
     config, split = rest[0] if len(rest) == 2 else None, (rest and rest[-1]) or "train"
-    try:
-        if (Path(name) / "dataset_dict.json").is_file() or (Path(name) / "dataset_info.json").is_file():
-            loaded = datasets.load_from_disk(name)
-            if not isinstance(loaded, datasets.DatasetDict):
-                return loaded
-            if split not in loaded:
-                raise ValueError(f"no split {split}, it has: {', '.join(loaded)}")
-            return loaded[split]
+    if not any((Path(name) / file).is_file() for file in ("dataset_dict.json", "dataset_info.json")):
         return datasets.load_dataset(name, config, split=split)
-    except Exception as error:  # raised by pyarrow, fsspec and others
-        raise UserError(
-            f"{source}: no such file, and `datasets` cannot load it: {one_line(error)}: "
-            "give an existing file or name:split"
-        ) from error
+    loaded = datasets.load_from_disk(name)
+    return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
 
 
-OTHER_FILES = (".csv", ".tsv", ".txt", ".gz", ".zst", ".zip", ".arrow", ".yaml", ".md")
 SOURCE_BY_SUFFIX = {
     **dict.fromkeys((".jsonl", ".json"), "jsonl"),
     ".parquet": "parquet",

@@ -99,14 +99,14 @@ class ChatRenderer:
     variables: Mapping[str, Any] = field(default_factory=dict)
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        return self._encode(self._render(messages))
+        return self._encode(self.render(messages))
 
     def continuation(self, sampled: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
         """Return the tokens from the end of the answer `sampled` to the start of the next answer.
 
         They are the rest of the template's text after an answer, `messages`, and the generation prompt.
         """
-        _, mark, rest = self._render((*FIXED, *messages)).rpartition(MARK)
+        _, mark, rest = self.render((*FIXED, *messages)).rpartition(MARK)
         if not mark:
             raise UserError("the chat template leaves answers out: no turn can follow one; use another template")
         tokens = self._encode(rest)
@@ -116,13 +116,13 @@ class ChatRenderer:
     def check(self) -> None:
         """Warn about a template that ignores tools; refuse a template that ignores messages after an answer."""
         ask = FIXED[:1]
-        if self.tools and self._render(ask) == replace(self, tools=())._render(ask):  # such as DeepSeek-V3's
+        if self.tools and self.render(ask) == replace(self, tools=()).render(ask):  # such as DeepSeek-V3's
             LOGGER.warning("the chat template does not show tools to the policy: prompts must say what it may call")
         given: Message = {"role": "user", "content": GIVEN}
         if self.tools:
             given = {"role": "tool", "tool_call_id": "functions.tool:0", "name": "tool", "content": GIVEN}
         self.continuation((), (given,))
-        if GIVEN not in self._render((*FIXED, given)).rpartition(MARK)[2]:
+        if GIVEN not in self.render((*FIXED, given)).rpartition(MARK)[2]:
             what = "results of tools" if self.tools else "what follows an answer"
             raise UserError(f"the chat template leaves {what} out (role {given['role']}): use another template")
 
@@ -144,10 +144,7 @@ class ChatRenderer:
         marks = {token for token in (*added, *self.tokenizer.all_special_tokens) if token.strip()}  # blanks are text
         return re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))) or "(?!)")
 
-    def _render(self, messages: Sequence[Message]) -> str:
-        return self.render(messages, asks=True)
-
-    def render(self, messages: Sequence[Message], asks: bool) -> str:
+    def render(self, messages: Sequence[Message], asks: bool = True) -> str:
         """Render a conversation; `asks` appends the generation prompt."""
         try:
             return render_template(messages, self.tokenizer, tools=self.tools, asks=asks, variables=self.variables)
