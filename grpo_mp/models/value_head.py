@@ -1,44 +1,19 @@
 """Models with a scalar value head: critics, which are of a policy's family, and reward models."""
 
-from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.models.mapping import Param, Rule, Shape, expand
-from grpo_mp.utils.errors import UserError
+from grpo_mp.models.mapping import Param, Rule, expand
 
 VALUE_HEAD = "output_layer.weight"  # Megatron name
 STORED_HEAD = "score.weight"  # name in transformers' sequence classification models, such as reward models
-OTHER_HEADS = ("v_head.", "value_head.", "score.")  # TRL's models with a value head; two-layer heads
 CLASSIFIER = "ForSequenceClassification"
 
 
-def classifier_name(hf: HfConfig) -> str | None:
-    """Return the sequence classification architecture in config.json, or None for a language model."""
-    return next((str(name) for name in hf.get("architectures") or [] if CLASSIFIER in str(name)), None)
-
-
-def check_head(
-    names: Collection[str],
-    shape_of: Callable[[str], Shape],
-    head: Mapping[str, Shape],
-    where: str,
-    architecture: str | None,
-    remedy: str,
-) -> None:
-    """Raise an error if weights lack a tensor of `head`, or if its shape shows more than one value."""
-    for name, shape in head.items():
-        if name not in names:  # lost or renamed
-            raise UserError(
-                f"{where}: its config.json names {architecture}, but no weights file there holds the head {name}: "
-                f"{remedy}"
-            )
-        if shape_of(name) != shape:
-            raise UserError(
-                f"{where}: its {name} has shape {list(shape_of(name))}, and a head of one value has {list(shape)}: "
-                "take a model with one label"
-            )
+def is_classifier(hf: HfConfig) -> bool:
+    """Return whether config.json names a sequence classification architecture, such as that of a reward model."""
+    return any(CLASSIFIER in str(name) for name in hf.get("architectures") or [])
 
 
 def critic_config(hf: HfConfig) -> HfConfig:

@@ -136,7 +136,7 @@ def build_policy(
 
 def build_critic(settings: Settings, parallel: Parallel, checkpoint: Path | None) -> Critic:
     """Build the critic; load its weights from a checked `checkpoint` if given."""
-    critic = Critic(settings, parallel, load_weights=checkpoint is None)
+    critic = Critic(settings.for_critic(), parallel, load_weights=checkpoint is None)
     if checkpoint:
         load_policy(critic, checkpoint / CRITIC)
     return critic

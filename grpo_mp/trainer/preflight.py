@@ -207,7 +207,8 @@ def check_place(settings: Settings | SftSettings) -> None:
 def check_trained_models(settings: Settings, hf: HfConfig, tokenizer: PreTrainedTokenizerBase, world_size: int) -> None:
     """Check policy, critic and export. `world_size`: number of ranks that train."""
     check_policy(hf, settings.model, layout=settings.layout, training=settings.training, world_size=world_size)
-    check_critic(settings, hf, world_size)
+    if settings.critic:
+        check_critic(settings.for_critic(), hf, world_size)
     check_export(settings.run, settings.model)
     path = settings.critic.path if settings.critic else None
     if path and any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):

@@ -107,7 +107,7 @@ def _measure(settings: Settings, parallel: Parallel) -> Mapping[str, float]:
 
 def _phases(settings: Settings, parallel: Parallel, runner: asyncio.Runner) -> dict[str, int]:
     policy = Policy(settings, parallel, with_reference=False)
-    models: list[Policy | Critic] = [policy, *([Critic(settings, parallel)] if settings.critic else [])]
+    models: list[Policy | Critic] = [policy, *([Critic(settings.for_critic(), parallel)] if settings.critic else [])]
     sequences = comparison_sequences([(0,) * (settings.rollout.max_prompt_tokens // 2)] * MAX_TEXTS, TOKENS)
     model, sync_bytes = settings.model, settings.sync.bucket_bytes
     _compute_gradients(models)

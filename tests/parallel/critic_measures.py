@@ -81,7 +81,7 @@ def make_critic(
     training = bench.settings.training
     training = training.model_copy(update={"megatron_args": training.megatron_args | dict(megatron_args or {})})
     changes = {"critic": CriticConfig(lr=bench.settings.optimizer.lr), "training": training}
-    critic = Critic(bench.settings.model_copy(update=changes), bench.parallel)
+    critic = Critic(bench.settings.model_copy(update=changes).for_critic(), bench.parallel)
     for name, tensor in critic.tensors.items():
         if name == VALUE_HEAD:
             with torch.no_grad():
