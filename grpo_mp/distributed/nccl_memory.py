@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from grpo_mp.config.sections import LayoutConfig
-from grpo_mp.distributed.communicators import PIPELINE
+from grpo_mp.distributed.coordinates import PIPELINE
 
 FIRST_NCCL = (2, 29, 7)  # first version with ncclCommSuspend
 

@@ -7,21 +7,17 @@ reserves each port. Every process on the host sees this name, and it disappears 
 
 import os
 import random
-import re
 import socket
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from grpo_mp.utils.errors import UserError
 
-FIRST_PORT, LAST_PORT = 15000, 65535
+FIRST_PORT = 15000
 JOB_PORTS = "GRPO_MP_PORTS"  # "20001-20199": ports that the batch script reserves for this job
 EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 ATTEMPTS = 2000
-GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # torch's variable
 
 
 @dataclass(frozen=True)
@@ -47,27 +43,14 @@ def claim_ports(count: int = 1) -> PortClaim:
         ports = range(first, first + count)
         if reservations := _reserve_all(ports):
             return PortClaim(ports, reservations)
-    name = "port" if count == 1 else f"{count} ports in a row"
     raise UserError(
-        f"no free {name} between {port_range[0]} and {port_range[-1]} on this host: stop the processes that use them"
+        f"no {count} free ports in a row between {port_range[0]} and {port_range[-1]} on this host: stop the processes "
+        "that use them"
     )
 
 
 def own_address() -> str:
-    """Return this node's address on the interface in GLOO_SOCKET_IFNAME, or else on the route to MASTER_ADDR."""
-    if interfaces := os.environ.get(GLOO_INTERFACE):
-        interface = interfaces.split(",")[0]
-        addresses = {
-            name: address.address
-            for name, interface_addresses in psutil.net_if_addrs().items()
-            for address in interface_addresses
-            if address.family == socket.AF_INET
-        }
-        if interface not in addresses:
-            raise UserError(
-                f"{GLOO_INTERFACE}={interface}: no network here with that name: choose from {', '.join(addresses)}"
-            )
-        return addresses[interface]
+    """Return this node's address on the route to MASTER_ADDR."""
     master = os.environ["MASTER_ADDR"]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((master, int(os.environ["MASTER_PORT"])))  # connecting a UDP socket sends nothing
@@ -76,13 +59,7 @@ def own_address() -> str:
 
 
 def _port_range() -> range:
-    job_ports = os.environ.get(JOB_PORTS)
-    if job_ports is None:
-        return range(FIRST_PORT, _last_port() + 1)
-    written = re.fullmatch(r"([0-9]{1,5})-([0-9]{1,5})", job_ports)
-    first, last = (int(port) for port in written.groups()) if written else (0, 0)
-    if not 0 < first <= last <= LAST_PORT:
-        raise UserError(f"{JOB_PORTS}={job_ports[:100]}: write two ports, such as 20001-20199")
+    first, last = map(int, os.environ.get(JOB_PORTS, f"{FIRST_PORT}-{_last_port()}").split("-"))
     return range(first, last + 1)
 
 

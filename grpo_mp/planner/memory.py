@@ -8,8 +8,7 @@ from typing import NamedTuple
 from grpo_mp.checkpoint.chunk_files import PIECE_BYTES
 from grpo_mp.checkpoint.hf_writer import SHARD_BYTES
 from grpo_mp.config import Settings
-from grpo_mp.distributed.communicators import PIPELINE, communicators
-from grpo_mp.distributed.coordinates import coordinates
+from grpo_mp.distributed.coordinates import PIPELINE, communicators, coordinates
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.planner.activations import activation_bytes, forward_bytes, logits_bytes
 from grpo_mp.planner.clusters import OVERHEADS

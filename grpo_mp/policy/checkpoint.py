@@ -25,8 +25,8 @@ from grpo_mp.checkpoint.chunk_files import (
     read_chunks,
     write_index,
 )
+from grpo_mp.distributed.coordinates import tensor_part, tp_size
 from grpo_mp.distributed.process_groups import all_gather
-from grpo_mp.distributed.shards import tensor_part, tp_size
 from grpo_mp.models.chunks import chunks_of
 from grpo_mp.models.folder_digest import model_digest
 from grpo_mp.models.mapping import Param

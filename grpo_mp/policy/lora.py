@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from grpo_mp.config.sections import LayoutConfig, LoraConfig
-from grpo_mp.distributed.coordinates import RankCoordinates
-from grpo_mp.distributed.shards import tensor_part, tp_size
+from grpo_mp.distributed.coordinates import RankCoordinates, tensor_part, tp_size
 from grpo_mp.models.lora import A, Adapter, B, adapters_of
 from grpo_mp.models.mapping import Param, fuse, shard_range
 from grpo_mp.platform.te_layers import grouped_matmul

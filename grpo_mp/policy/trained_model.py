@@ -11,8 +11,8 @@ from torch import Tensor
 
 from grpo_mp.batching.updates import padding_multiple
 from grpo_mp.config import TrainerSettings
+from grpo_mp.distributed.coordinates import tensor_part, tp_size
 from grpo_mp.distributed.process_groups import Parallel
-from grpo_mp.distributed.shards import tensor_part, tp_size
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param
 from grpo_mp.policy.forward import OutputLoss, forward_backward, forward_only

@@ -8,8 +8,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from grpo_mp.checkpoint.hf_reader import HfReader, check_finite, check_shape
 from grpo_mp.config.sections import LayoutConfig
-from grpo_mp.distributed.coordinates import RankCoordinates
-from grpo_mp.distributed.shards import tensor_part, tp_size
+from grpo_mp.distributed.coordinates import RankCoordinates, tensor_part, tp_size
 from grpo_mp.models.mapping import Param, fuse, shard_range
 from grpo_mp.policy.model import PolicyModel
 from grpo_mp.utils.errors import UserError

@@ -21,8 +21,8 @@ from grpo_mp.checkpoint.settings_changes import use_template_date
 from grpo_mp.config import Settings, SftSettings, dump_settings
 from grpo_mp.config.sections import EngineConfig, ModelConfig, RunConfig
 from grpo_mp.data.prompts import PromptReader, PromptSet, load_eval_prompts, load_train_prompts
+from grpo_mp.distributed.coordinates import tp_size
 from grpo_mp.distributed.layout import model_shape
-from grpo_mp.distributed.shards import tp_size
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.multi_token_prediction import engine_params

@@ -12,8 +12,8 @@ from torch import Tensor
 from grpo_mp import platform
 from grpo_mp.config import Settings
 from grpo_mp.config.sections import LayoutConfig
+from grpo_mp.distributed.coordinates import tp_size
 from grpo_mp.distributed.process_groups import Job, all_gather, make_groups
-from grpo_mp.distributed.shards import tp_size
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param

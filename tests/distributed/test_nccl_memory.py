@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from grpo_mp.config import load_settings
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed import nccl_memory
-from grpo_mp.distributed.communicators import PIPELINE, Communicator, communicators
+from grpo_mp.distributed.coordinates import PIPELINE, Communicator, communicators
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.distributed.nccl_memory import NcclMemory, can_suspend
 from grpo_mp.distributed.process_groups import megatron_sizes

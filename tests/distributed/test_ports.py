@@ -45,7 +45,7 @@ def test_a_claimed_port_is_not_chosen_again_until_released(monkeypatch: pytest.M
     port = single_free_port(monkeypatch)
     claim = claim_ports()
     assert claim.port == port
-    with pytest.raises(UserError, match=f"no free port between {port} and {port}"):
+    with pytest.raises(UserError, match=f"no 1 free ports in a row between {port} and {port}"):
         claim_ports()
     claim.release()
     claim_ports().release()
@@ -55,7 +55,7 @@ def test_another_process_sees_the_claim(monkeypatch: pytest.MonkeyPatch) -> None
     port = single_free_port(monkeypatch)
     command = [sys.executable, "-c", CLAIM, str(port)]
     claim = claim_ports()
-    assert b"no free port" in subprocess.run(command, capture_output=True, timeout=300).stderr
+    assert b"no 1 free port" in subprocess.run(command, capture_output=True, timeout=300).stderr
     claim.release()
     assert subprocess.run(command, capture_output=True, timeout=300).returncode == 0
 
@@ -81,7 +81,7 @@ def test_consecutive_ports_are_reserved_together_without_unused_gaps(monkeypatch
         while True:
             claims.append(claim_ports(15))
 
-    with pytest.raises(UserError, match=r"no free 15 ports in a row between"):
+    with pytest.raises(UserError, match=r"no 15 free ports in a row between"):
         claim_all()
     taken = [port for claim in claims for port in claim.ports]
     assert len(set(taken)) == len(taken)
@@ -89,13 +89,3 @@ def test_consecutive_ports_are_reserved_together_without_unused_gaps(monkeypatch
     claims[0].release()
     with socket.create_server(("127.0.0.1", claims[0].ports[-1])), pytest.raises(UserError, match="in a row"):
         claim_all()
-
-
-def test_own_address_is_on_the_network_that_gloo_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    assert own_address() == "127.0.0.1"
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
-    with pytest.raises(UserError, match=r"^GLOO_SOCKET_IFNAME=nowhere0: no network here .* choose from .*\blo\b"):
-        own_address()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from grpo_mp.config.sections import LayoutConfig
-from grpo_mp.distributed.shards import shard_holders
+from grpo_mp.distributed.coordinates import shard_holders
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rollout.engine_layout import engine_parallelism, expert_alignment

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from grpo_mp.config import Settings, load_settings
-from grpo_mp.distributed.coordinates import coordinates
-from grpo_mp.distributed.shards import tp_size
+from grpo_mp.distributed.coordinates import coordinates, tp_size
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from grpo_mp.distributed.shards import tensor_part
+from grpo_mp.distributed.coordinates import tensor_part
 from grpo_mp.models.mapping import shard_range
 from grpo_mp.policy.policy import Policy
 from grpo_mp.trainer.save import export_adapters, export_policy

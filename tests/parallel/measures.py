@@ -26,9 +26,9 @@ from grpo_mp.checkpoint.compare import compare_weights
 from grpo_mp.checkpoint.convert import to_hf, to_megatron
 from grpo_mp.checkpoint.hf_reader import HfReader
 from grpo_mp.config import Settings
+from grpo_mp.distributed.coordinates import shard_holders
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.distributed.process_groups import Parallel, all_gather, context_reduction
-from grpo_mp.distributed.shards import shard_holders
 from grpo_mp.models.fp8 import SCALE, quantize
 from grpo_mp.models.mapping import Param
 from grpo_mp.planner.pipeline_layout import layers_of_stages, with_mtp_layer

@@ -3,7 +3,7 @@
 import pytest
 
 from grpo_mp.config.sections import LayoutConfig
-from grpo_mp.distributed.communicators import WORLD, communicators
+from grpo_mp.distributed.coordinates import WORLD, communicators
 from tests.parallel.cases import CASES, Case, cases_with
 from tests.parallel.conftest import Outcomes
 from tests.parallel.full_model import Tensors, difference, exceeding, relative_errors

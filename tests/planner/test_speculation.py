@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_mp.distributed.communicators import communicators
+from grpo_mp.distributed.coordinates import communicators
 from grpo_mp.planner.engine_memory import engine_memory
 from grpo_mp.planner.generation import accepted_tokens, generation_use, prefill_flops
 from grpo_mp.planner.job import PlannedJob

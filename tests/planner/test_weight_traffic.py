@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo_mp.config import load_settings
-from grpo_mp.distributed.shards import shard_holders, tp_size
+from grpo_mp.distributed.coordinates import shard_holders, tp_size
 from grpo_mp.models.families import family_of
 from grpo_mp.models.mapping import Param
 from grpo_mp.planner.clusters import OVERHEADS, read_cluster

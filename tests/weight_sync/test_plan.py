@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from grpo_mp.config.sections import LayoutConfig
-from grpo_mp.distributed.coordinates import coordinates
-from grpo_mp.distributed.shards import shard_holders, tensor_part, tp_size
+from grpo_mp.distributed.coordinates import coordinates, shard_holders, tensor_part, tp_size
 from grpo_mp.models.families import FAMILIES
 from grpo_mp.models.fp8 import SCALE, quantize
 from grpo_mp.models.hf_config import HfConfig
