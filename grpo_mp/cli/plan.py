@@ -82,8 +82,7 @@ def _check_megatron_args(settings: Settings | SftSettings, hf: HfConfig) -> None
     from grpo_mp.platform import prepare
 
     prepare()
-    from grpo_mp.policy.megatron_args import check_overrides
-    from grpo_mp.policy.megatron_config import transformer_config
+    from grpo_mp.policy.megatron_config import check_overrides, transformer_config
 
     check_overrides(settings.training.megatron_args)
     transformer_config(settings.layout, settings.training, settings.model.dtype, hf)

@@ -1,6 +1,7 @@
 """Settings that runs of RL and of supervised fine-tuning share, and their checks."""
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol, Self
 
 from grpo_mp.config.sections import LayoutConfig, ModelConfig, MonitorConfig, OptimizerConfig, RunConfig, TrainingConfig
 
@@ -38,6 +39,8 @@ class TrainerSettings(Protocol):
 
     @property
     def temperature(self) -> float: ...
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None) -> Self: ...
 
     @property
     def bucket_bytes(self) -> int | None: ...

@@ -15,6 +15,7 @@ from grpo_mp.planner.clusters import OVERHEADS
 from grpo_mp.planner.engine_memory import EngineMemory, engine_memory, served_memory
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.sync_use import check_lengths, sync_round_bytes
+from grpo_mp.policy.parameter_bytes import OPTIMIZER_PIECE_BYTES
 from grpo_mp.rollout.engine_layout import engine_host_ranks, engine_placements
 from grpo_mp.utils.phases import TRAINER, Phase, Residency
 from grpo_mp.utils.types import expert_id_bytes
@@ -55,7 +56,6 @@ ALL_RESIDENT = Residency(
 )
 # A rank that only trains waits while engines generate, and offloads nothing.
 ONLY_TRAINER = replace(ALL_RESIDENT, engine_weights=False, engine_cache=False, reward_model=False)
-OPTIMIZER_PIECE_BYTES = 2**28  # per buffer of the two through which policy/optimizer.py updates state on the host
 NOT_OF_A_TRAINER = (SubPhase.GENERATE, SubPhase.OFFLOAD)
 ROUNDS_OF_AN_ENGINE = ROUNDS_IN_MEMORY - 1  # received, joined, and loaded; an engine rank sends none
 ROUNDS_OF_A_TRAINER = 2  # being sent, and packed to be sent next

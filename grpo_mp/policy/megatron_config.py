@@ -1,12 +1,16 @@
 """Build Megatron's config objects from the settings and their `training.megatron_args`."""
 
+import dataclasses
+import enum
 from collections.abc import Mapping
-from typing import Any
+from functools import cache
+from typing import Any, Literal, get_type_hints
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from grpo_mp import platform
 from grpo_mp.config import sections
@@ -15,8 +19,7 @@ from grpo_mp.distributed.layout import PIPELINE_LAYOUT, check_stages
 from grpo_mp.distributed.process_groups import megatron_sizes
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.policy.megatron_args import overrides_for
-from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.errors import UserError, did_you_mean
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -24,6 +27,42 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective"},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+ARCHITECTURE = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+    *("num_moe_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+    *("moe_router_topk", "moe_router_num_groups", "moe_router_group_topk", "moe_router_score_function"),
+    *("moe_router_pre_softmax", "moe_router_topk_scaling_factor", "moe_router_enable_expert_bias"),
+    *("normalization", "layernorm_epsilon", "activation_func", "gated_linear_unit", "add_bias_linear"),
+    *("add_qkv_bias", "qk_layernorm", "rope_type", "rotary_base", "rotary_scaling_factor", "rotary_percent"),
+    *("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+)
+LAYOUT = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
+ADAM = ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
+HYBRID_OPTIMIZER = (  # fields of Megatron's optimizer that keeps float32 state on the host and updates it there
+    *("optimizer_cpu_offload", "optimizer_offload_fraction", "use_torch_optimizer_for_cpu_offload"),
+    *("overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params"),
+)
+RESERVED: dict[str, str] = {  # fields that the run sets itself, with what to do instead
+    **{name: f"set layout.{size}" for size, name in zip(LAYOUT, megatron_sizes(LayoutConfig()), strict=True)},
+    "sequence_parallel": "it follows from layout.tensor",
+    **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), "set model.dtype"),
+    **dict.fromkeys(ADAM, "set the fields of the section optimizer"),
+    "optimizer": "AdamW is the only one",
+    "calculate_per_token_loss": "the loss carries its own denominator",
+    "use_distributed_optimizer": "a checkpoint that any layout loads needs it",
+    # Megatron would gather some weights only in the next forward pass, but a weight sync reads all of them before that.
+    "overlap_param_gather": "a weight sync needs the whole weights behind an update",
+    "overlap_param_gather_with_optimizer_step": "a weight sync needs the whole weights behind an update",
+    **dict.fromkeys(HYBRID_OPTIMIZER, "set optimizer.offload=host"),
+    "moe_enable_routing_replay": "set training.router_replay",
+    **dict.fromkeys(("mtp_num_layers", "mtp_loss_scaling_factor"), "set model.mtp_loss_scaling_factor"),
+    **{"fp8": "set training.fp8_format", "fp8_recipe": "set training.fp8_recipe"},
+    **dict.fromkeys(("fp8_param", "fp8_param_gather"), "a weight sync and checkpoints read weights in model.dtype"),
+    "perform_initialization": "every weight is read from the checkpoint",
+    **dict.fromkeys(ARCHITECTURE, "it is the model's, whose config.json says it"),
+    **dict.fromkeys(("hidden_dropout", "attention_dropout"), "engines have none, and would not agree with the policy"),
 }
 # Makes the precision-aware optimizer keep the same state as the ordinary one: whole main weights, here in Adam's state.
 WHOLE_STATE = {"use_precision_aware_optimizer": True, "store_param_remainders": False}
@@ -139,3 +178,50 @@ def _numerics(dtype: torch.dtype) -> dict[str, Any]:
         "gradient_accumulation_fusion": False,  # needs apex for the output layer; see wrap_for_training
         "cuda_graph_scope": [],  # Megatron warns about its own default
     }
+
+
+def check_overrides(megatron_args: Mapping[str, Any]) -> None:
+    """Refuse names that Megatron's configs lack or that the run sets itself, and values of the wrong type."""
+    classes = (TransformerConfig, MLATransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
+    types = {name: kind for config_class in classes for name, kind in _types(config_class).items()}
+    for name, value in megatron_args.items():
+        if name in RESERVED:
+            raise UserError(f"training.megatron_args.{name} cannot be set: {RESERVED[name]}")
+        if name not in types:
+            raise UserError(f"training.megatron_args.{name}: no field of Megatron's configs{did_you_mean(name, types)}")
+        try:
+            _adapter(types[name]).validate_python(value, strict=True)
+        except ValidationError as error:
+            wanted = error.errors()[0]["msg"].replace("Input should be", "give")
+            raise UserError(f"training.megatron_args.{name}={value!r:.60}: {wanted}") from error
+
+
+def overrides_for(megatron_args: Mapping[str, Any], config_class: type) -> dict[str, Any]:
+    """Return the entries of `megatron_args` that `config_class` has, with names of dtypes and enum members resolved."""
+    types = _types(config_class)
+    return {name: _converted(value, types[name]) for name, value in megatron_args.items() if name in types}
+
+
+def _converted(value: Any, kind: Any) -> Any:
+    if kind is torch.dtype:
+        return getattr(torch, value)
+    return kind[value] if _is_enum(kind) and isinstance(value, str) else value
+
+
+@cache
+def _types(config_class: type) -> dict[str, Any]:
+    hints = get_type_hints(config_class)
+    return {field.name: hints[field.name] for field in dataclasses.fields(config_class)}
+
+
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    """Return the check of a field's value in YAML: null, or a value of the type `kind`; dtypes and enums by name."""
+    if kind is torch.dtype:
+        return TypeAdapter(Literal["float32", "bfloat16"])
+    if _is_enum(kind):
+        return TypeAdapter(Literal[tuple(kind.__members__)])  # type: ignore[arg-type]
+    return TypeAdapter(kind | None, config=ConfigDict(arbitrary_types_allowed=True))
+
+
+def _is_enum(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, enum.Enum)

@@ -14,6 +14,7 @@ from grpo_mp.config.sections import LayoutConfig, OptimizerConfig
 from grpo_mp.policy.adam_state import init_state, keep_on_host
 from grpo_mp.policy.megatron_config import ddp_config, keeps_state_on_host, optimizer_config
 from grpo_mp.policy.model import PolicyModel
+from grpo_mp.policy.parameter_bytes import OPTIMIZER_PIECE_BYTES
 
 
 def wrap_for_training(
@@ -41,9 +42,6 @@ def wrap_for_training(
     return wrapped
 
 
-PIECE_BYTES = 2**28  # device bytes of a piece of host state (adam_state.HostState); larger pieces are no faster
-
-
 def build_optimizer(
     settings: OptimizerConfig,
     dtype: str,
@@ -55,7 +53,7 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(optimizer_config(settings, dtype, megatron_args), chunks)
     for part in optimizer.chained_optimizers:
         if keeps_state_on_host(settings):
-            keep_on_host(part.optimizer, PIECE_BYTES)
+            keep_on_host(part.optimizer, OPTIMIZER_PIECE_BYTES)
         else:
             init_state(part)
     return optimizer, _schedule(optimizer, settings, total_updates)

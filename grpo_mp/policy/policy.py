@@ -22,8 +22,7 @@ from grpo_mp.models.multi_token_prediction import COPIED_EMBEDDING, is_of_mtp
 from grpo_mp.policy.expert_load import ExpertLoad
 from grpo_mp.policy.forward import LossFunction
 from grpo_mp.policy.lora import MergedWeights, add_adapters, initialize
-from grpo_mp.policy.megatron_args import check_overrides
-from grpo_mp.policy.megatron_config import check_fp8, transformer_config
+from grpo_mp.policy.megatron_config import check_fp8, check_overrides, transformer_config
 from grpo_mp.policy.model import PolicyModel
 from grpo_mp.policy.multi_token_prediction import MtpLoss
 from grpo_mp.policy.reference import Reference

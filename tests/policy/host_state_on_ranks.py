@@ -165,7 +165,7 @@ class Trial:
             "training": {"megatron_args": megatron_args},
         }
         with as_on_a_device(), pytest.MonkeyPatch.context() as patch:
-            patch.setattr("grpo_mp.policy.optimizer.PIECE_BYTES", piece_bytes)
+            patch.setattr("grpo_mp.policy.optimizer.OPTIMIZER_PIECE_BYTES", piece_bytes)
             return Policy(check_settings(BASE | settings, "test"), self.parallel, with_reference=False)
 
 
