@@ -20,7 +20,7 @@ from grpo_mp.monitor.samples import SHOWN_SAMPLES, append_samples
 from grpo_mp.trainer.command_line import command, started_job
 from grpo_mp.trainer.engine_job import EngineJob, read_engine_job, start_engines
 from grpo_mp.trainer.evaluation import Evaluation, Evaluator
-from grpo_mp.trainer.preflight import RunInputs, run_evaluation_preflight
+from grpo_mp.trainer.preflight import RunInputs, run_generation_preflight
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.files import incomplete
 from grpo_mp.utils.parsers import evaluate_parser
@@ -33,7 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with command(evaluate_parser(), arguments) as args:
         job = read_command(args)
         with started_job(args.ranks) as (world_size, ranks_per_node):
-            run(job, run_evaluation_preflight(job.settings, world_size, ranks_per_node, job.needs_policy))
+            run(
+                job,
+                run_generation_preflight(job.settings, world_size, ranks_per_node, job.needs_policy, evaluates=True),
+            )
 
 
 def read_command(args: argparse.Namespace) -> EngineJob:

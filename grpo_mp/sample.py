@@ -28,7 +28,7 @@ from grpo_mp.models.folder_digest import model_digest
 from grpo_mp.rollout.journal import GroupJournal
 from grpo_mp.trainer.command_line import command, started_job
 from grpo_mp.trainer.engine_job import EngineJob, read_engine_job, start_engines
-from grpo_mp.trainer.preflight import RunInputs, run_sampling_preflight
+from grpo_mp.trainer.preflight import RunInputs, run_generation_preflight
 from grpo_mp.trainer.sampling.answers import (
     GROUPS,
     PASS_RATES,
@@ -96,7 +96,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with command(sample_parser(), arguments) as args:
         job = read_command(args)
         with started_job(args.ranks) as (world_size, ranks_per_node):
-            run(job, run_sampling_preflight(job.settings, world_size, ranks_per_node, job.needs_policy))
+            run(
+                job,
+                run_generation_preflight(job.settings, world_size, ranks_per_node, job.needs_policy, evaluates=False),
+            )
 
 
 def read_command(args: argparse.Namespace) -> SamplingJob:

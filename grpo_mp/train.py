@@ -25,8 +25,8 @@ from grpo_mp.trainer.context import RolloutContext, TrainContext, open_context
 from grpo_mp.trainer.describe import describe_run
 from grpo_mp.trainer.logprobs import compute_logprobs
 from grpo_mp.trainer.loop import TrainingLoop, finish_save, is_due, note_skipped
-from grpo_mp.trainer.preflight import RunInputs, run_preflight, run_replay_preflight
-from grpo_mp.trainer.replay import FOLDER, RolloutShape, dump_step, replay_settings
+from grpo_mp.trainer.preflight import RunInputs, run_preflight
+from grpo_mp.trainer.replay import FOLDER, RolloutShape, dump_step
 from grpo_mp.trainer.replica_check import check_replicas
 from grpo_mp.trainer.step_logger import StepLogger, StepOutcome, StepRecord
 from grpo_mp.trainer.update import critic_step, train_step, update_reference
@@ -112,7 +112,7 @@ def dump_rollouts(ctx: RolloutContext, rollouts: RolloutBatch, step: int) -> Non
     """Write the step's groups to the dump folder if `rollout.dump` is set."""
     if ctx.settings.rollout.dump and not ctx.inputs.replay:
         with ctx.phases.phase(Phase.SCORE, "dump"):
-            folder, shape = ctx.settings.run.folder / FOLDER, RolloutShape.of(ctx.settings, ctx.inputs.hf)
+            folder, shape = ctx.settings.run.folder / FOLDER, RolloutShape.of(ctx.settings.rollout, ctx.inputs.hf)
             own = replace(rollouts, groups=rollouts.of_own_engine)
             dump_step(folder, step, batch=own, shape=shape, rank=ctx.job.rank, ranks=ctx.job.world_size)
 
@@ -224,6 +224,12 @@ def show_scores(ctx: TrainContext) -> None:
     ctx.progress.finish(scores[0], scores[-1])
 
 
+def replay_settings(settings: Settings) -> Settings:
+    """Return the settings, changed for a replay: no engines, and all ranks train."""
+    engine = settings.engine.model_copy(update={"ranks": 0})
+    return settings.model_copy(update={"schedule": "colocated", "engine": engine})
+
+
 def run(settings: Settings, inputs: RunInputs) -> None:
     """Train as one rank of a started job."""
     checkpoints = partial(resumable_checkpoints, settings.run.folder, inputs.train.digest)
@@ -243,9 +249,7 @@ def main(arguments: Sequence[str] | None = None, run: Callable[[Settings, RunInp
         settings = load_settings(args.config, args.overrides, dtype=platform.default_dtype())
         if args.replay:
             settings = replay_settings(settings)
-            inputs = run_replay_preflight(args.replay, settings, world_size)
-        else:
-            inputs = run_preflight(settings, world_size, ranks_per_node)
+        inputs = run_preflight(settings, world_size, ranks_per_node, args.replay)
         settings = settings.with_steps(inputs.train.epoch_size)
         if args.dry_run:
             print_once(describe_run(settings, inputs, world_size, ranks_per_node, args.all))

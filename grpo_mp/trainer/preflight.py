@@ -18,14 +18,15 @@ from grpo_mp.algorithms.selection import Curriculum, GroupFilter, load_curriculu
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.checkpoint.run_state import FINAL, check_run_folder, check_same_data, saved_step
 from grpo_mp.checkpoint.settings_changes import use_template_date
-from grpo_mp.config import Settings, SftSettings, dump_settings
-from grpo_mp.config.sections import EngineConfig, ModelConfig, RunConfig
+from grpo_mp.config import CriticConfig, Settings, dump_settings
+from grpo_mp.config.data_sections import DataConfig, EvalSetConfig
+from grpo_mp.config.sections import EngineConfig, LayoutConfig, ModelConfig, MonitorConfig, RolloutConfig, RunConfig
 from grpo_mp.data.prompts import PromptReader, PromptSet, load_eval_prompts, load_train_prompts
 from grpo_mp.distributed.coordinates import tp_size
 from grpo_mp.distributed.layout import model_shape
+from grpo_mp.models import hf_config
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.models.multi_token_prediction import engine_params
 from grpo_mp.models.tokenizer import read_tokenizer
 from grpo_mp.monitor.loggers import MakeLogger, load_loggers
 from grpo_mp.monitor.metrics import find_metric
@@ -48,7 +49,7 @@ from grpo_mp.rollout.episodes import EpisodeParts, load_episode_parts
 from grpo_mp.rollout.reward_servers import check_served_models, check_tokens
 from grpo_mp.rollout.routed_experts import check_routed_experts
 from grpo_mp.rollout.sglang_source import argument_names
-from grpo_mp.trainer.replay import ReplayedRollouts, open_replay
+from grpo_mp.trainer.replay import ReplayedRollouts, RolloutShape
 from grpo_mp.utils.errors import UserError
 from grpo_mp.weight_sync.wire import WireFormat
 
@@ -91,91 +92,91 @@ class RunInputs:
     teacher: TeacherClient | None = None  # None: no distillation, or a replay, whose files have the teacher's logprobs
 
 
-# -- the jobs ------------------------------------------------------------------------------------------------
-
-
-def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> RunInputs:
-    """Check an RL run and read its inputs."""
-    hf = settings.model.read_config()
+def run_preflight(settings: Settings, world_size: int, ranks_per_node: int, dump: Path | None = None) -> RunInputs:
+    """Check an RL run and read its inputs. `dump`: folder of a replay, which has neither engines nor prompts."""
+    model, rollout, run = settings.model, settings.rollout, settings.run
+    hf = model.read_config()
     extensions = load_extensions(settings.algorithm, settings.monitor.loggers)
-    check_place(settings)
-    tokenizer = check_engines(settings, hf, world_size, ranks_per_node)
-    check_trained_models(settings, hf, tokenizer, world_size - settings.engine.ranks)
-    episodes = load_episodes(settings, tokenizer)
-    train, evals = _load_prompts(settings, tokenizer, episodes)
-    check_same_data(settings.run.folder, train.digest)
+    check_place(run, settings.monitor, dump_settings(settings))
+    check_attention(model.dtype, settings.layout.context)
+    replays_experts = settings.training.router_replay == "R3"
+    fp8 = not dump and check_engines(settings.engine, rollout, hf, world_size, ranks_per_node, replays_experts)
+    formats = {fp8, run.exports_fp8} if run.export or run.export_every else {fp8}
+    check_bucket(hf, model.dtype, settings.layout, settings.sync.bucket_bytes, formats)
+    tokenizer = read_tokenizer(model.path, hf, model.trust_remote_code)
+    trainers = world_size - settings.engine.ranks
+    check_policy(hf, model, layout=settings.layout, training=settings.training, world_size=trainers)
+    if settings.critic:
+        check_critic(settings.for_critic(), hf, trainers)
+    check_critic_tokenizer(settings.critic, model, tokenizer)
+    check_export(run, model)
+    inputs = partial(RunInputs, hf, tokenizer, extensions=extensions)
+    if dump:
+        shape, distillation = RolloutShape.of(rollout, hf), settings.algorithm.distillation
+        replay = ReplayedRollouts(dump, shape, run.steps, replays_experts, distillation)
+        check_replay(replay, run)
+        # Samples are not scored again, so files that `reward` names may be missing.
+        scorer = Scorer(RewardConfig(answer=1.0), rollout.max_response_tokens)
+        return inputs(train=PromptSet(str(dump), ()), evals={}, scorer=scorer, replay=replay)
+
+    check_positions(hf, rollout, settings.data.eval)
+    reader, episodes = open_prompts(settings.data, rollout, settings.reward, settings.set_weights, tokenizer)
+    train, evals = load_train_prompts(reader), load_eval_prompts(reader)
+    check_same_data(run.folder, train.digest)
     settings = settings.with_steps(train.epoch_size)
-    check_counts(settings, train)
+    if problem := settings.warmup_problem:
+        raise UserError(problem)
+    train.check_size("rollout.prompts_per_step", rollout.prompts_per_step, "prompts", settings.data.train)
     check_served_models(settings, tokenizer, world_size, ranks_per_node)
-    scorer = make_scorer(settings, tokenizer)
+    scorer = Scorer(
+        settings.reward,
+        rollout.max_response_tokens,
+        max_steps=settings.run.steps,
+        decode=tokenizer.decode,
+        set_weights=settings.set_weights,
+    )
     teacher, unasked = _make_teacher(settings.algorithm.distillation, hf, tokenizer)
-    fp8 = engine_uses_fp8(settings.engine.args, hf, cpu=not platform.on_cuda())
+    in_fp8 = fp8 or "fp8" in str(settings.engine.args.get("kv_cache_dtype"))
     warnings = (
         *scorer.warnings,
         *(sentence for prompts in (train, *evals.values()) for sentence in prompts.warnings),
-        *start_warnings(settings, fp8),
+        *start_warnings(settings.algorithm, rollout, in_fp8),
         *unasked,
     )
-    return RunInputs(
-        hf,
-        tokenizer,
-        train=train,
-        evals=evals,
-        scorer=scorer,
-        extensions=extensions,
-        warnings=warnings,
-        episodes=episodes,
-        teacher=teacher,
-    )
+    return inputs(train=train, evals=evals, scorer=scorer, warnings=warnings, episodes=episodes, teacher=teacher)
 
 
-def run_replay_preflight(folder: Path, settings: Settings, world_size: int) -> RunInputs:
-    """Check a replay of dumped rollouts and read its inputs; a replay has neither engines nor prompts."""
-    if not settings.run.steps:
-        raise UserError("run.epochs: a replay reads no prompts to count: set run.steps")
-    if folder.resolve().is_relative_to(settings.run.folder.resolve()):
-        raise UserError(f"{folder} is of the run in {settings.run.folder} itself: choose another run.folder")
-    hf = settings.model.read_config()
-    extensions = load_extensions(settings.algorithm, settings.monitor.loggers)
-    check_place(settings)
-    tokenizer = read_tokenizer(settings.model.path, hf, settings.model.trust_remote_code)
-    check_trained_models(settings, hf, tokenizer, world_size)
-    check_bucket(settings, hf, fp8=False)  # exports use the same rounds as a sync
-    replay = open_replay(folder, settings, hf, first=saved_step(settings.run.folder) + 1)
-    # Samples are not scored again, so files that `reward` names may be missing.
-    scorer = Scorer(RewardConfig(answer=1.0), settings.rollout.max_response_tokens)
-    train = PromptSet(str(folder), ())
-    return RunInputs(hf, tokenizer, train=train, evals={}, scorer=scorer, extensions=extensions, replay=replay)
-
-
-def run_evaluation_preflight(settings: Settings, world_size: int, ranks_per_node: int, with_policy: bool) -> RunInputs:
-    """Check an evaluation of at least one set and read its inputs. `with_policy`: the job builds a policy.
-
-    Train prompts are not read: the first eval set takes their place in RunInputs.
-    """
-    return _generation_preflight(settings, world_size, ranks_per_node, with_policy, evaluates=True)
-
-
-def run_sampling_preflight(settings: Settings, world_size: int, ranks_per_node: int, with_policy: bool) -> RunInputs:
-    """Check a sampling job on the train prompts and read its inputs. `with_policy`: the job builds a policy."""
-    return _generation_preflight(settings, world_size, ranks_per_node, with_policy, evaluates=False)
-
-
-def _generation_preflight(
+def run_generation_preflight(
     settings: Settings, world_size: int, ranks_per_node: int, with_policy: bool, evaluates: bool
 ) -> RunInputs:
-    hf = settings.model.read_config()
-    check_place(settings)
+    """Check a job that only generates and read its inputs. `with_policy`: the job builds a policy.
+
+    `evaluates`: the job answers the eval sets, of which the first takes the place of the train prompts in RunInputs.
+    """
+    model, rollout = settings.model, settings.rollout
+    hf = model.read_config()
+    check_place(settings.run, settings.monitor, dump_settings(settings))
+    check_attention(model.dtype, settings.layout.context)
     if with_policy:
-        check_policy(hf, settings.model, layout=settings.layout, training=settings.training, world_size=world_size)
-    tokenizer = check_engines(settings, hf, world_size, ranks_per_node)
-    episodes = load_episodes(settings, tokenizer)
-    train, evals = _load_prompts(settings, tokenizer, episodes, with_train=not evaluates)
-    if not evaluates:
-        check_served_models(settings, tokenizer, world_size, ranks_per_node, teacher=False)
-    scorer = make_scorer(settings, tokenizer)
+        check_policy(hf, model, layout=settings.layout, training=settings.training, world_size=world_size)
+    fp8 = check_engines(settings.engine, rollout, hf, world_size, ranks_per_node)
+    check_bucket(hf, model.dtype, settings.layout, settings.sync.bucket_bytes, {fp8})
+    tokenizer = read_tokenizer(model.path, hf, model.trust_remote_code)
+    check_positions(hf, rollout, settings.data.eval)
+    reader, episodes = open_prompts(settings.data, rollout, settings.reward, settings.set_weights, tokenizer)
+    evals = load_eval_prompts(reader)
+    train = next(iter(evals.values())) if evaluates else load_train_prompts(reader)
+    scorer = Scorer(
+        settings.reward,
+        rollout.max_response_tokens,
+        max_steps=settings.run.steps,
+        decode=tokenizer.decode,
+        set_weights=settings.set_weights,
+    )
     if evaluates:
         scorer = scorer.for_evaluations()
+    else:
+        check_served_models(settings, tokenizer, world_size, ranks_per_node, teacher=False)
     return RunInputs(
         hf,
         tokenizer,
@@ -188,15 +189,15 @@ def _generation_preflight(
     )
 
 
-# -- the checks ----------------------------------------------------------------------------------------------
+def check_place(run: RunConfig, monitor: MonitorConfig, resolved: str) -> None:
+    """Check guards and run folder. `resolved`: the settings as YAML."""
+    check_guards(monitor.guards)
+    check_run_folder(run.folder, resolved, run.resume == "auto")
+    use_template_date(run.folder)
 
 
-def check_place(settings: Settings | SftSettings) -> None:
-    """Check guards and run folder, and that the device can compute the dtype with context parallelism."""
-    check_guards(settings.monitor.guards)
-    check_run_folder(settings.run.folder, dump_settings(settings), settings.run.resume == "auto")
-    use_template_date(settings.run.folder)
-    context, dtype = settings.layout.context, settings.model.dtype
+def check_attention(dtype: str, context: int) -> None:
+    """Check that the device can compute the dtype with context parallelism."""
     if platform.on_cuda() and dtype == "float32" and context > 1:
         raise UserError(
             f"layout.context={context}: no attention kernel divides float32 sequences on a GPU: set "
@@ -204,61 +205,58 @@ def check_place(settings: Settings | SftSettings) -> None:
         )
 
 
-def check_trained_models(settings: Settings, hf: HfConfig, tokenizer: PreTrainedTokenizerBase, world_size: int) -> None:
-    """Check policy, critic and export. `world_size`: number of ranks that train."""
-    check_policy(hf, settings.model, layout=settings.layout, training=settings.training, world_size=world_size)
-    if settings.critic:
-        check_critic(settings.for_critic(), hf, world_size)
-    check_export(settings.run, settings.model)
-    path = settings.critic.path if settings.critic else None
+def check_critic_tokenizer(critic: CriticConfig | None, model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that the folder of a critic has the policy's tokenizer, or none."""
+    path = critic.path if critic else None
     if path and any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
-        remedy, trust = "take a critic of the policy's family and vocabulary", settings.model.trust_remote_code
-        check_tokens(path, "critic.path", tokenizer=tokenizer, remedy=remedy, trust_remote_code=trust)
+        remedy = "take a critic of the policy's family and vocabulary"
+        check_tokens(path, "critic.path", tokenizer=tokenizer, remedy=remedy, trust_remote_code=model.trust_remote_code)
 
 
-def check_engines(settings: Settings, hf: HfConfig, world_size: int, ranks_per_node: int) -> PreTrainedTokenizerBase:
-    """Check placement and arguments of the engines against the model; return the model's tokenizer."""
+def check_engines(
+    engine: EngineConfig,
+    rollout: RolloutConfig,
+    hf: HfConfig,
+    world_size: int,
+    ranks_per_node: int,
+    replays_experts: bool = False,
+) -> bool:
+    """Check placement and arguments of the engines against the model; return whether engines compute in FP8."""
     cpu = not platform.on_cuda()
-    engine_placements(settings.engine, world_size, ranks_per_node)
-    check_arguments(settings.engine.args)
-    check_engine(settings.engine, hf, cpu)
-    check_bucket(settings, hf, fp8=engine_uses_fp8(settings.engine.args, hf, cpu))
-    if settings.training.router_replay == "R3":
-        drafting = speculative_arguments(settings.engine, settings.rollout.group_size)
-        check_routed_experts(settings.engine.args | drafting, argument_names(), model_shape(hf))
-    tokenizer = read_tokenizer(settings.model.path, hf, settings.model.trust_remote_code)
-    check_positions(settings, hf)
-    return tokenizer
-
-
-def check_counts(settings: Settings, train: PromptSet) -> None:
-    """Check that the train set has enough prompts for a step, and that the run is longer than a critic's warmup."""
-    if problem := settings.warmup_problem:
-        raise UserError(problem)
-    train.check_size("rollout.prompts_per_step", settings.rollout.prompts_per_step, "prompts", settings.data.train)
-
-
-def check_engine(engine: EngineConfig, hf: HfConfig, cpu: bool) -> None:
-    """Check that precision, GPU count, speculative decoding and attention of an engine fit the model."""
-    engine_uses_fp8(engine.args, hf, cpu)
+    engine_placements(engine, world_size, ranks_per_node)
+    check_arguments(engine.args)
+    fp8 = engine_uses_fp8(engine.args, hf, cpu)
     if engine.deterministic:
         check_determinism(engine.args, hf, cpu)
     check_speculation(engine, hf, cpu)
     if not cpu:
         check_engine_parallelism(engine.gpus_per_engine, engine.args, hf)
+    if replays_experts:
+        drafting = speculative_arguments(engine, rollout.group_size)
+        check_routed_experts(engine.args | drafting, argument_names(), model_shape(hf))
+    return fp8
 
 
-def check_bucket(settings: Settings, hf: HfConfig, fp8: bool) -> None:
+def check_bucket(
+    hf: HfConfig, dtype: str, layout: LayoutConfig, bucket_bytes: int | None, formats: Iterable[bool]
+) -> None:
     """Check that `sync.bucket_bytes` holds each group of tensors that an engine must load together.
 
-    `fp8`: engines get blockwise FP8. Exports use the same rounds and may have another format, which is checked too.
+    `formats`: of engines and exports, which use the same rounds: whether in blockwise FP8.
     """
-    params = engine_params(family_of(hf).params(hf), hf, settings.engine.speculative.drafts_by_mtp)
-    tp_sizes = {name: tp_size(param, settings.layout) for name, param in params.items()}
-    exports = settings.run.export or settings.run.export_every > 0
-    for in_fp8 in {fp8, settings.run.exports_fp8 if exports else fp8}:
-        wire = WireFormat(params, tp_sizes, DTYPES[settings.model.dtype], in_fp8)
-        wire.round_bytes(settings.sync.bucket_bytes)
+    params = family_of(hf).params(hf)
+    tp_sizes = {name: tp_size(param, layout) for name, param in params.items()}
+    for fp8 in set(formats):
+        WireFormat(params, tp_sizes, DTYPES[dtype], fp8).round_bytes(bucket_bytes)
+
+
+def check_replay(replay: ReplayedRollouts, run: RunConfig) -> None:
+    """Check that the dump is of another run, and has the steps that are left."""
+    if not run.steps:
+        raise UserError("run.epochs: a replay reads no prompts to count: set run.steps")
+    if replay.folder.resolve().is_relative_to(run.folder.resolve()):
+        raise UserError(f"{replay.folder} is of the run in {run.folder} itself: choose another run.folder")
+    replay.check_steps(saved_step(run.folder) + 1)
 
 
 def check_guards(names: Iterable[str]) -> None:
@@ -280,24 +278,16 @@ def check_export(run: RunConfig, model: ModelConfig) -> None:
         )
 
 
-def check_positions(settings: Settings, hf: HfConfig) -> None:
+def check_positions(hf: HfConfig, rollout: RolloutConfig, evals: Mapping[str, EvalSetConfig]) -> None:
     """Check that the model has a position for each token of the longest sequence."""
-    positions, prompt = hf.int("max_position_embeddings"), settings.rollout.max_prompt_tokens
-    limits = {"rollout": settings.rollout.max_response_tokens}
-    limits |= {f"data.eval.{name}": eval_set.max_response_tokens or 0 for name, eval_set in settings.data.eval.items()}
-    for section, response in limits.items():
-        if prompt + response > positions:
-            raise UserError(
-                f"rollout.max_prompt_tokens + {section}.max_response_tokens = {prompt + response}, but the model has "
-                f"only {positions} positions (max_position_embeddings of {settings.model.path / 'config.json'}): lower "
-                "them"
-            )
+    responses = [0, *(eval_set.max_response_tokens or 0 for eval_set in evals.values())]
+    longest = max(rollout.max_response_tokens, *responses)
+    setting = "rollout.max_prompt_tokens + max_response_tokens (of rollout and data.eval)"
+    hf_config.check_positions(hf, rollout.max_prompt_tokens + longest, setting)
 
 
-def start_warnings(settings: Settings, fp8: bool) -> list[str]:
+def start_warnings(algorithm: AlgorithmConfig, rollout: RolloutConfig, fp8: bool) -> list[str]:
     """Return warnings if the samples' distribution is not what the loss assumes. `fp8`: engines compute in FP8."""
-    algorithm = settings.algorithm
-    rollout = settings.rollout
     warnings = list[str]()
     if rollout.top_p < 1:
         warnings.append(
@@ -307,7 +297,7 @@ def start_warnings(settings: Settings, fp8: bool) -> list[str]:
     if algorithm.rollout_correction.kind != "none" or algorithm.old_logprobs != "recomputed":
         return warnings
     remedy = "set algorithm.rollout_correction={kind: truncate, high: 2.0}"
-    if fp8 or str(settings.engine.args.get("kv_cache_dtype", "")).startswith("fp8"):
+    if fp8:
         warnings.append(
             "engines compute in FP8 and algorithm.rollout_correction is none: samples come from other probabilities "
             f"than the policy's, and accuracy is known to drop: {remedy}"
@@ -320,36 +310,20 @@ def start_warnings(settings: Settings, fp8: bool) -> list[str]:
     return warnings
 
 
-# -- the parts -----------------------------------------------------------------------------------------------
-
-
-def load_episodes(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> EpisodeParts | None:
-    """Load tools, environment or rollout function of episodes; None if a sample is a single answer."""
-    if settings.rollout.tool_parser:
-        check_tool_parser(settings.rollout.tool_parser)
-    return load_episode_parts(settings.rollout, tokenizer, settings.data.chat_template_kwargs)
-
-
-def _load_prompts(
-    settings: Settings, tokenizer: PreTrainedTokenizerBase, episodes: EpisodeParts | None, with_train: bool = True
-) -> tuple[PromptSet, dict[str, PromptSet]]:
+def open_prompts(
+    data: DataConfig,
+    rollout: RolloutConfig,
+    reward: RewardConfig,
+    set_weights: Mapping[str, Mapping[str, float]],
+    tokenizer: PreTrainedTokenizerBase,
+) -> tuple[PromptReader, EpisodeParts | None]:
+    """Return the reader of the prompts, and the parts of episodes; None if a sample is a single answer."""
+    if rollout.tool_parser:
+        check_tool_parser(rollout.tool_parser)
+    episodes = load_episode_parts(rollout, tokenizer, data.chat_template_kwargs)
     tools = episodes.tools.schemas if episodes else ()
-    check = partial(check_row_tests, settings.reward, settings.set_weights)
-    reader = PromptReader(settings.data, tokenizer, settings.rollout.max_prompt_tokens, tools, check)
-    train = load_train_prompts(reader) if with_train else None
-    evals = load_eval_prompts(reader)
-    return train or next(iter(evals.values())), evals
-
-
-def make_scorer(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Scorer:
-    """Load the rewards into a scorer."""
-    return Scorer(
-        settings.reward,
-        settings.rollout.max_response_tokens,
-        max_steps=settings.run.steps,
-        decode=tokenizer.decode,
-        set_weights=settings.set_weights,
-    )
+    check = partial(check_row_tests, reward, set_weights)
+    return PromptReader(data, tokenizer, rollout.max_prompt_tokens, tools, check), episodes
 
 
 def _make_teacher(

@@ -1,17 +1,16 @@
 """Dump the rollouts of each step, and train on a dump without engines: `train --replay RUN/rollouts_dump`."""
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from grpo_mp.algorithms.distillation_settings import DistillationConfig
 from grpo_mp.batching.exchange import all_gather_sample_info
 from grpo_mp.checkpoint.run_state import TrainState
-from grpo_mp.config import Settings
+from grpo_mp.config.sections import RolloutConfig
 from grpo_mp.distributed.process_groups import Job
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rewards.scorer import RewardStats
@@ -35,8 +34,8 @@ class RolloutShape:
     num_hidden_layers: int
 
     @classmethod
-    def of(cls, settings: Settings, hf: HfConfig) -> "RolloutShape":
-        rollout, (vocabulary, layers) = settings.rollout, map(hf.int, ("vocab_size", "num_hidden_layers"))
+    def of(cls, rollout: RolloutConfig, hf: HfConfig) -> "RolloutShape":
+        vocabulary, layers = map(hf.int, ("vocab_size", "num_hidden_layers"))
         return cls(rollout.prompts_per_step, rollout.group_size, hf.model_type, vocabulary, layers)
 
 
@@ -60,12 +59,6 @@ class StepFacts:
 
 
 FACTS = TypeAdapter(StepFacts)
-
-
-def replay_settings(settings: Settings) -> Settings:
-    """Return the settings, changed for a replay: no engines, and all ranks train."""
-    engine = settings.engine.model_copy(update={"ranks": 0})
-    return settings.model_copy(update={"schedule": "colocated", "engine": engine})
 
 
 def step_file(folder: Path, step: int, rank: int) -> Path:
@@ -98,61 +91,57 @@ def dump_step(folder: Path, step: int, batch: RolloutBatch, shape: RolloutShape,
 
 @dataclass(frozen=True)
 class ReplayedRollouts:
-    """A dump folder and the metadata of its steps; samples are read later. `read`: reads the facts of a step."""
+    """A dump folder, and what the run expects of it.
+
+    `steps`: last step of the run; `routed`: samples have routed experts; `distillation`: of the run.
+    """
 
     folder: Path
-    facts: dict[int, StepFacts]  # by step
-    read: Callable[[int], StepFacts]
+    shape: RolloutShape
+    steps: int
+    routed: bool = False
+    distillation: DistillationConfig | None = None
 
-    def of_step(self, step: int) -> StepFacts:
-        """Return the facts of a step; read them if necessary."""
-        # If the newest checkpoint is damaged, the run repeats steps whose facts were not read at the start.
-        if step not in self.facts:
-            self.facts[step] = self.read(step)
-        return self.facts[step]
+    def check_steps(self, first: int) -> None:
+        """Check that the dump has the steps from `first` on."""
+        for step in range(first, self.steps + 1):
+            self.read_facts(step)
 
     def files(self, step: int) -> list[Path]:
-        return [step_file(self.folder, step, rank) for rank in range(self.of_step(step).files)]
-
-
-def open_replay(folder: Path, settings: Settings, hf: HfConfig, first: int) -> ReplayedRollouts:
-    """Check that a dump folder fits the run and has its steps from `first` on; return the rollouts."""
-    read = partial(_read_fitting_facts, folder, settings, hf)
-    return ReplayedRollouts(folder, {step: read(step) for step in range(first, settings.run.steps + 1)}, read)
-
-
-def _read_fitting_facts(folder: Path, settings: Settings, hf: HfConfig, step: int) -> StepFacts:
-    """Read the facts in all files of a step, and check that they fit the run."""
-    if not step_file(folder, step, 0).is_file():
-        raise UserError(
-            f"{folder} has no step {step} of the run's {settings.run.steps}: give RUN/{FOLDER} of a run with "
-            f"rollout.dump=true, or set run.steps={step - 1}"
-        )
-    first = _parse_facts(step_file(folder, step, 0))
-    facts = [first]
-    for rank in range(1, first.files):
-        facts.append(_parse_facts(step_file(folder, step, rank)))
-        if (facts[-1].step, facts[-1].shape) != (step, first.shape):
-            file = step_file(folder, step, rank)
-            raise UserError(f"{file}: not of the same step of the same run as rank_0.parquet: copy the folder again")
-    for name, value in vars(RolloutShape.of(settings, hf)).items():
-        if (written := vars(first.shape)[name]) != value:
-            raise UserError(f"{folder}: written with {name} {written}, and this run has {value}: set what it had")
-    if settings.training.router_replay == "R3" and not all(one.routed for one in facts):
-        raise UserError(f"{folder}: step {step} has no routed experts to replay: set training.router_replay=none")
-    if distillation := settings.algorithm.distillation:
-        topk = min((one.topk for one in facts if one.topk is not None), default=0)
-        if not all(one.distilled for one in facts):
+        first = step_file(self.folder, step, 0)
+        if not first.is_file():
             raise UserError(
-                f"{folder}: step {step} has no logprobs of a teacher: leave out algorithm.distillation, or take the "
-                "dump of a run that had it"
+                f"{self.folder} has no step {step} of the run's {self.steps}: give RUN/{FOLDER} of a run with "
+                f"rollout.dump=true, or set run.steps={step - 1}"
             )
-        if (distillation.topk or 0) > topk:
+        return [step_file(self.folder, step, rank) for rank in range(_parse_facts(first).files)]
+
+    def read_facts(self, step: int) -> StepFacts:
+        """Read the facts in all files of a step, and check that they fit the run."""
+        by_file = {file: _parse_facts(file) for file in self.files(step)}
+        first = next(iter(by_file.values()))
+        for file, facts in by_file.items():
+            if (facts.step, facts.shape) != (step, first.shape):
+                raise UserError(
+                    f"{file}: not of the same step of the same run as rank_0.parquet: copy the folder again"
+                )
+        for name, value in vars(self.shape).items():
+            if (written := vars(first.shape)[name]) != value:
+                raise UserError(
+                    f"{self.folder}: written with {name} {written}, and this run has {value}: set what it had"
+                )
+        if self.routed and not all(facts.routed for facts in by_file.values()):
             raise UserError(
-                f"{folder}: step {step} has logprobs of {topk} of the teacher's most likely tokens: set "
-                f"algorithm.distillation.topk={topk or 'null'}"
+                f"{self.folder}: step {step} has no routed experts to replay: set training.router_replay=none"
             )
-    return first
+        if self.distillation:
+            topk = min((facts.topk for facts in by_file.values() if facts.topk is not None), default=0)
+            if not all(facts.distilled for facts in by_file.values()) or (self.distillation.topk or 0) > topk:
+                raise UserError(
+                    f"{self.folder}: step {step} lacks logprobs of a teacher that algorithm.distillation needs: give "
+                    "the dump of a run with the same algorithm.distillation"
+                )
+        return first
 
 
 def _parse_facts(file: Path) -> StepFacts:
@@ -173,7 +162,7 @@ class ReplayCollector:
 
     def collect(self, state: TrainState, step: int) -> RolloutBatch:
         """Return the groups in this rank's share of the step's files."""
-        job, facts = self.job, self.rollouts.of_step(step)
+        job, facts = self.job, self.rollouts.read_facts(step)
         with self.phases.phase(Phase.SCORE, "replay"):
             files = self.rollouts.files(step)[job.rank :: job.world_size]
             read = [group for file in files for group in read_groups(file)]

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.checkpoint.run_state import check_same_data
-from grpo_mp.config import SftSettings
+from grpo_mp.config import SftSettings, dump_settings
 from grpo_mp.data.chat_data import ChatReader, ChatSet, load_held_out_chats, load_train_chats, stop_tokens
 from grpo_mp.data.supervised import ChatEncoder
 from grpo_mp.models.hf_config import HfConfig, check_positions
 from grpo_mp.models.tokenizer import read_tokenizer
 from grpo_mp.monitor.loggers import MakeLogger, load_loggers
 from grpo_mp.policy.policy import check_policy
-from grpo_mp.trainer.preflight import check_export, check_place
+from grpo_mp.trainer.preflight import check_attention, check_export, check_place
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class SftInputs:
 def run_sft_preflight(settings: SftSettings, world_size: int) -> SftInputs:
     """Check settings against model, files and layout, and read the data."""
     make_loggers = load_loggers(settings.monitor.loggers)
-    check_place(settings)
+    check_place(settings.run, settings.monitor, dump_settings(settings))
+    check_attention(settings.model.dtype, settings.layout.context)
     hf = settings.model.read_config()
     tokenizer = read_tokenizer(settings.model.path, hf, settings.model.trust_remote_code)
     check_positions(hf, settings.sft.max_tokens, "sft.max_tokens")

@@ -15,7 +15,7 @@ from grpo_mp.models.folder_digest import model_digest
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.journal import GroupJournal
 from grpo_mp.sample import IDENTITY, SamplingJob, check_answered, check_folder, read_command, run
-from grpo_mp.trainer.preflight import run_sampling_preflight
+from grpo_mp.trainer.preflight import run_generation_preflight
 from grpo_mp.trainer.sampling.answers import GROUPS, SAMPLES, SUMMARY
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.files import read_json, write_json
@@ -30,7 +30,7 @@ def command(config: Path, *arguments: str) -> SamplingJob:
 
 
 def preflight(job: SamplingJob) -> Any:
-    return run_sampling_preflight(job.settings, 1, 1, job.needs_policy)
+    return run_generation_preflight(job.settings, 1, 1, job.needs_policy, evaluates=False)
 
 
 def with_prompts(digest: str = "0") -> Any:

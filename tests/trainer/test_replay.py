@@ -17,15 +17,13 @@ from grpo_mp.config import Settings, dump_settings, load_settings
 from grpo_mp.data.cursor import Cursor
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rewards.scorer import RewardStats
-from grpo_mp.train import main
+from grpo_mp.train import main, replay_settings
 from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.trainer.replay import (
     ReplayCollector,
     ReplayedRollouts,
     RolloutShape,
     dump_step,
-    open_replay,
-    replay_settings,
     step_file,
 )
 from grpo_mp.utils.errors import UserError
@@ -50,7 +48,7 @@ def hf(settings: Settings) -> HfConfig:
 def folder(settings: Settings, hf: HfConfig, tmp_path: Path) -> Path:
     """Two steps of two ranks."""
     for step in (1, 2):
-        write(tmp_path / "dump", step, RolloutShape.of(settings, hf))
+        write(tmp_path / "dump", step, RolloutShape.of(settings.rollout, hf))
     return tmp_path / "dump"
 
 
@@ -63,6 +61,13 @@ def write(folder: Path, step: int, shape: RolloutShape) -> None:
     for rank, group in enumerate(groups):
         batch = RolloutBatch([group], infos, infos, Counter(surplus=1), STATS, 0, 1.0, STATE)
         dump_step(folder, step, batch, shape, rank, ranks=2)
+
+
+def open_replay(folder: Path, settings: Settings, hf: HfConfig, first: int) -> ReplayedRollouts:
+    shape, routed = RolloutShape.of(settings.rollout, hf), settings.training.router_replay == "R3"
+    replay = ReplayedRollouts(folder, shape, settings.run.steps, routed, settings.algorithm.distillation)
+    replay.check_steps(first)
+    return replay
 
 
 def collector_of(replay: ReplayedRollouts, group: dist.ProcessGroup) -> ReplayCollector:
@@ -111,7 +116,7 @@ def test_missing_steps_and_files_are_refused(folder: Path, settings: Settings, h
 
 
 def test_another_run_is_refused(folder: Path, settings: Settings, hf: HfConfig) -> None:
-    shape = RolloutShape.of(settings, hf)
+    shape = RolloutShape.of(settings.rollout, hf)
     for name in vars(shape):
         other = "llama" if name == "model_type" else 99
         write(folder, 1, replace(shape, **{name: other}))

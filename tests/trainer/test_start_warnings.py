@@ -28,6 +28,6 @@ def settings_of(algorithm: Any = "grpo", **sections: dict[str, Any]) -> Settings
     ],
 )
 def test_start_warnings(settings: Settings, fp8: bool, sentence: str) -> None:
-    found = start_warnings(settings, fp8)
+    found = start_warnings(settings.algorithm, settings.rollout, fp8)
     assert len(found) == bool(sentence)
     assert all(sentence in one for one in found)
