@@ -37,15 +37,9 @@ MAX_SQUARED_LOG_RATIO = 300.0  # the squared ratio still fits into float64
 
 
 def loss_report(
-    batch: MicroBatch,
-    terms: TokenTerms,
-    entropy: Tensor,
-    kl: Tensor,
-    on_policy: Tensor,
-    algorithm: AlgorithmConfig,
-    topk: TopkTerms | None = None,
+    batch: MicroBatch, terms: TokenTerms, entropy: Tensor, kl: Tensor, on_policy: Tensor, algorithm: AlgorithmConfig
 ) -> dict[str, Tensor]:
-    """Compute SUMS, except the losses, and MAXIMA over the response tokens of a micro-batch; inputs: float64 [T].
+    """Compute the sums and maxima of RL, except the losses, over a micro-batch's response tokens; inputs: float64 [T].
 
     `on_policy`: 0 for tokens that the off-policy mask removes, else 1. Engine and policy are compared on tokens with a
     finite rollout logprob.
@@ -78,18 +72,18 @@ def loss_report(
         "tokens": torch.ones_like(mask),
         "kl": kl,
         "kl_tokens": torch.full_like(mask, batch.reference_logprobs is not None),
-        "topk_tokens": torch.full_like(mask, topk is not None),
-        **{
-            name: torch.zeros_like(mask) if topk is None else vars(topk)[part].detach()
-            for name, part in DISTILL_MEANS.items()
-        },
     }
-    maxima = {
-        "train/ratio/max": (ratio * mask).max(),
-        "mismatch/logprob_abs_diff/max": abs_difference.max(),
-        "distill/kl/max": (by_token["distill/kl/mean"] * mask).max(),
-    }
+    maxima = {"train/ratio/max": (ratio * mask).max(), "mismatch/logprob_abs_diff/max": abs_difference.max()}
     return {name: (values * mask).sum() for name, values in by_token.items()} | maxima
+
+
+def topk_report(batch: MicroBatch, topk: TopkTerms | None) -> dict[str, Tensor]:
+    """Compute the sums and the maximum of top-k distillation over a micro-batch's response tokens; 0 without it."""
+    mask = batch.mask.double()
+    values = {name: torch.zeros_like(mask) if topk is None else vars(topk)[of] for name, of in DISTILL_MEANS.items()}
+    sums = {name: (of_tokens.detach() * mask).sum() for name, of_tokens in values.items()}
+    largest = (values["distill/kl/mean"].detach() * mask).max()
+    return {**sums, "topk_tokens": mask.sum() * (topk is not None), "distill/kl/max": largest}
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, algorithm: AlgorithmConfig) -> dict[str, Tensor]:

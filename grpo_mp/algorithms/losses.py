@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mp.algorithms.loss_metrics import loss_report
+from grpo_mp.algorithms.loss_metrics import loss_report, topk_report
 from grpo_mp.algorithms.policy_losses import PolicyLoss, Reduce, Sequences, TokenTerms, topk_terms
 from grpo_mp.algorithms.registries import POLICY_LOSSES, policy_loss_entry
 from grpo_mp.algorithms.settings import AlgorithmConfig, EarlyStopConfig, KLConfig, RatioLevel, RolloutCorrectionConfig
@@ -65,10 +65,8 @@ def make_loss(
         if topk and distillation:
             total = total + distillation.coef * (topk.divergence * batch.loss_weights).sum()
         token_kl = _kl(terms, batch, algorithm.kl, "token").detach() * has_rollout_logprob
-        report = loss_report(
-            batch, terms, entropy=entropy.detach(), kl=token_kl, on_policy=on_policy, algorithm=algorithm, topk=topk
-        )
-        return total.to(logprobs.dtype), report | {
+        report = loss_report(batch, terms, entropy.detach(), kl=token_kl, on_policy=on_policy, algorithm=algorithm)
+        return total.to(logprobs.dtype), report | topk_report(batch, topk) | {
             "train/loss": total.detach(),
             "train/pg_loss": weighted_policy_loss.detach(),
         }

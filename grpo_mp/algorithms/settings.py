@@ -1,6 +1,5 @@
 """The `algorithm` section: independent parts, each with its choices. A preset (presets.yaml) sets any of them."""
 
-from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
@@ -233,8 +232,8 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _parts_agree(self) -> "AlgorithmConfig":
-        for contradiction in contradictions(self):
-            raise ValueError(contradiction)
+        if found := contradictions(self):
+            raise ValueError(found[0])
         return self
 
 
@@ -250,118 +249,90 @@ def needs_old_logprobs(algorithm: AlgorithmConfig, updates: int) -> bool:
     return algorithm.old_logprobs == "recomputed" and (updates > 1 or kl_in_reward)
 
 
-def contradictions(algorithm: AlgorithmConfig) -> Iterator[str]:
-    """Yield an error message for each combination of settings that cannot work, with the nearest choice that does."""
-    kl, correction = algorithm.kl, algorithm.rollout_correction
-    if kl.coef == 0 and (kl.target or kl.ref_update_every):
-        yield "kl.target and kl.ref_update_every need a reference: set kl.coef above 0"
-    if correction.kind != "none" and correction.low is None and correction.high is None:
-        yield f"rollout_correction.kind={correction.kind} has no limit: set rollout_correction.high, e.g. 2.0"
-    if correction.kind == "none" and (correction.low is not None or correction.high is not None):
-        yield (
-            "rollout_correction.low and rollout_correction.high have no effect with rollout_correction.kind=none: "
-            "set it to truncate or mask"
-        )
-    if algorithm.old_logprobs == "engine" and correction.kind != "none":
-        yield (
-            "old_logprobs=engine leaves nothing to correct: set rollout_correction.kind=none or old_logprobs=recomputed"
-        )
-    policy_loss = policy_loss_entry(algorithm.policy_loss)
-    if policy_loss.token_ratios and algorithm.ratio != "token":
-        yield f"policy_loss={algorithm.policy_loss} is defined on token ratios: set ratio=token"
-    levels = policy_loss.applies_correction
-    if levels and correction.kind != "none" and correction.level not in levels:
-        yield (
-            f"policy_loss={algorithm.policy_loss} multiplies token corrections itself: "
-            "set rollout_correction.level=token"
-        )
-    if kl.coef and kl.estimator == "k1" and kl.apply_to == "loss":
-        yield (
-            "kl.estimator=k1 in the loss has a gradient of mean 0, so it regularizes nothing: set "
-            "kl.estimator=k3_unbiased or k2, or kl.apply_to=reward"
-        )
-    if kl.level == "sequence" and kl.estimator == "k3_unbiased" and algorithm.ratio != "product":
-        yield "kl.level=sequence with kl.estimator=k3_unbiased needs the ratio of full responses: set ratio=product"
-    if kl.level == "sequence" and kl.apply_to == "reward":
-        yield (
-            "kl.level=sequence applies to the KL loss only; a KL in the reward is always that of the full response: "
-            "set kl.apply_to=loss"
-        )
-    yield from _advantage_contradictions(algorithm)
-    yield from _distillation_contradictions(algorithm)
+def contradictions(algorithm: AlgorithmConfig) -> list[str]:
+    """Return an error message for each combination of settings that cannot work, with the nearest choice that does."""
+    kl, correction, policy_loss = algorithm.kl, algorithm.rollout_correction, policy_loss_entry(algorithm.policy_loss)
+    corrects = correction.kind != "none"
+    rules = {
+        "kl.target and kl.ref_update_every need a reference: set kl.coef above 0": (
+            not kl.coef and (kl.target or kl.ref_update_every)
+        ),
+        "kl.estimator=k1 in the loss has a gradient of mean 0, so it regularizes nothing: set kl.estimator=k3_unbiased "
+        "or k2, or kl.apply_to=reward": kl.coef and kl.estimator == "k1" and kl.apply_to == "loss",
+        "kl.level=sequence needs kl.apply_to=loss, and with kl.estimator=k3_unbiased ratio=product: a KL in the reward "
+        "is always that of the full response": (
+            kl.level == "sequence"
+            and (kl.apply_to == "reward" or (kl.estimator == "k3_unbiased" and algorithm.ratio != "product"))
+        ),
+        f"rollout_correction.kind={correction.kind} has no limit: set rollout_correction.high, e.g. 2.0": (
+            corrects and correction.low is None and correction.high is None
+        ),
+        "old_logprobs=engine leaves nothing to correct: set rollout_correction.kind=none or old_logprobs=recomputed": (
+            algorithm.old_logprobs == "engine" and corrects
+        ),
+        f"policy_loss={algorithm.policy_loss} is defined on token ratios: set ratio=token": (
+            policy_loss.token_ratios and algorithm.ratio != "token"
+        ),
+        f"policy_loss={algorithm.policy_loss} applies token corrections itself: set rollout_correction.level=token": (
+            policy_loss.applies_correction and corrects and correction.level not in policy_loss.applies_correction
+        ),
+    }
+    found = [sentence for sentence, applies in rules.items() if applies]
+    return found + _advantage_contradictions(algorithm) + _token_contradictions(algorithm)
 
 
-def _advantage_contradictions(algorithm: AlgorithmConfig) -> Iterator[str]:
-    advantage = algorithm.advantage
-    if advantage.estimator and algorithm.kl.apply_to == "reward" and algorithm.kl.coef:
-        yield "advantage.estimator cannot include the KL in the reward: set kl.apply_to=loss"
-    if advantage.level == "process" and algorithm.ratio in ("sequence", "product"):
-        yield f"advantage.level=process differs by token, ratio={algorithm.ratio} does not: set ratio=sequence_token"
-    if advantage.level == "process" and (advantage.baseline, advantage.combine) != ("group_mean", "sum"):
-        yield "advantage.level=process needs advantage.baseline=group_mean and advantage.combine=sum"
-    if advantage.level == "process" and algorithm.kl.apply_to == "reward" and algorithm.kl.coef:
-        yield "advantage.level=process has no outcome reward for the KL: set kl.apply_to=loss"
-    if advantage.combine == "normalize" and algorithm.kl.apply_to == "reward" and algorithm.kl.coef:
-        yield "advantage.combine=normalize cannot include the KL in the reward: set kl.apply_to=loss"
-    if advantage.combine == "normalize" and not advantage.compares_groups:
-        yield "advantage.combine=normalize works inside groups: set advantage.baseline=group_mean"
-    if advantage.of_critic:
-        yield from _critic_contradictions(algorithm)
-    elif algorithm.gamma != 1 or algorithm.lam != AlgorithmConfig.model_fields["lam"].default:
-        yield "gamma and lam belong to a critic's advantages: set algorithm: ppo, or leave them out"
-    if advantage.baseline == "none" and advantage.scale == "group_std":
-        yield "advantage.scale=group_std needs a group baseline: set advantage.scale=none or batch_std"
-    if algorithm.filter.zero_std != "keep" and not advantage.compares_groups:
-        yield "filter.zero_std looks at groups: set advantage.baseline=group_mean, or filter.zero_std=keep"
+def _advantage_contradictions(algorithm: AlgorithmConfig) -> list[str]:
+    advantage, distillation = algorithm.advantage, algorithm.distillation
+    replaces = not algorithm.learns_from_rewards
+    kl_in_reward = algorithm.kl.coef > 0 and algorithm.kl.apply_to == "reward"
+    ignores_kl = advantage.estimator or advantage.level == "process" or advantage.combine == "normalize" or replaces
+    rules = {
+        "kl.apply_to=reward needs the built-in advantages of one summed reward a response: set kl.apply_to=loss, or "
+        "leave out advantage.estimator, level, combine and distillation.advantage=replace": (
+            kl_in_reward and ignores_kl
+        ),
+        "advantage.level=process needs advantage.baseline=group_mean and advantage.combine=sum": (
+            advantage.level == "process" and (advantage.baseline, advantage.combine) != ("group_mean", "sum")
+        ),
+        "advantage.combine=normalize works inside groups: set advantage.baseline=group_mean": (
+            advantage.combine == "normalize" and not advantage.compares_groups
+        ),
+        "advantage.scale=group_std needs a group baseline: set advantage.scale=none or batch_std": (
+            advantage.baseline == "none" and advantage.scale == "group_std"
+        ),
+        "gamma and lam belong to a critic's advantages: set algorithm: ppo, or leave them out": (
+            not advantage.of_critic and (algorithm.gamma, algorithm.lam) != (1, 1)
+        ),
+        "advantage.baseline=critic estimates advantages of tokens: leave out advantage.estimator and distillation, and "
+        "set advantage.scale=none (whiten=true normalizes)": (
+            advantage.of_critic and (advantage.estimator or distillation or advantage.scale != "none")
+        ),
+        "filter.zero_std looks at groups: set advantage.baseline=group_mean, or filter.zero_std=keep": (
+            algorithm.filter.zero_std != "keep" and not advantage.compares_groups
+        ),
+        "distillation.advantage=replace learns from no reward: set filter.zero_std=keep and advantage.whiten=false, or "
+        "distillation.advantage=add": replaces and (algorithm.filter.zero_std != "keep" or advantage.whiten),
+    }
+    return [sentence for sentence, applies in rules.items() if applies]
 
 
-def _critic_contradictions(algorithm: AlgorithmConfig) -> Iterator[str]:
-    advantage = algorithm.advantage
-    if advantage.estimator:
-        yield "advantage.baseline=critic estimates advantages itself: leave out advantage.estimator"
-    if advantage.scale != "none":
-        yield (
-            f"advantage.scale={advantage.scale} divides rewards, from which advantage.baseline=critic subtracts values "
-            "of tokens: set scale=none, and whiten=true to normalize"
-        )
-    if algorithm.ratio in ("sequence", "product"):
-        yield (
-            f"advantages by a critic differ by token, ratio={algorithm.ratio} does not: set ratio=token or "
-            "sequence_token"
-        )
-    if not policy_loss_entry(algorithm.policy_loss).token_advantages:
-        yield (
-            f"advantages by a critic differ by token, policy_loss={algorithm.policy_loss} averages over them: set "
-            "policy_loss=clip or unclipped"
-        )
-    if algorithm.distillation:
-        yield "advantage.baseline=critic learns from rewards, distillation from a teacher: leave one of them out"
-
-
-def _distillation_contradictions(algorithm: AlgorithmConfig) -> Iterator[str]:
-    distillation = algorithm.distillation
-    if distillation is None:
-        return
-    if distillation.topk is None:
-        yield from _sampled_token_contradictions(algorithm)
-    if not distillation.replaces_rewards:
-        return
-    if algorithm.kl.coef and algorithm.kl.apply_to == "reward":
-        yield "distillation.advantage=replace learns from no reward, so none can bear the KL: set kl.apply_to=loss"
-    if algorithm.advantage.whiten:
-        yield "distillation.advantage=replace learns from no reward, so none is whitened: set advantage.whiten=false"
-    if algorithm.filter.zero_std != "keep":
-        yield (
-            f"distillation.advantage=replace learns from every group, and filter.zero_std={algorithm.filter.zero_std} "
-            "keeps those whose rewards differ: set filter.zero_std=keep, or distillation.advantage=add"
-        )
-
-
-def _sampled_token_contradictions(algorithm: AlgorithmConfig) -> Iterator[str]:
-    if algorithm.ratio in ("sequence", "product"):
-        yield f"distillation differs by token, ratio={algorithm.ratio} does not: set ratio=token or sequence_token"
-    if not policy_loss_entry(algorithm.policy_loss).token_advantages:
-        yield (
-            f"distillation differs by token, policy_loss={algorithm.policy_loss} averages over them: set "
-            "policy_loss=clip or unclipped"
-        )
+def _token_contradictions(algorithm: AlgorithmConfig) -> list[str]:
+    """Return a message for each part that differs by token, beside a ratio or loss of a whole sequence."""
+    distillation, policy_loss = algorithm.distillation, policy_loss_entry(algorithm.policy_loss)
+    by_token = {
+        "advantage.level=process": algorithm.advantage.level == "process",
+        "advantage.baseline=critic": algorithm.advantage.of_critic,
+        "distillation": distillation is not None and distillation.topk is None,
+    }
+    sentences = []
+    for part in (name for name, is_used in by_token.items() if is_used):
+        if algorithm.ratio in ("sequence", "product"):
+            sentences.append(
+                f"{part} differs by token, ratio={algorithm.ratio} does not: set ratio=token or sequence_token"
+            )
+        if not policy_loss.token_advantages:
+            sentences.append(
+                f"{part} differs by token, policy_loss={algorithm.policy_loss} averages over them: set "
+                "policy_loss=clip or unclipped"
+            )
+    return sentences
