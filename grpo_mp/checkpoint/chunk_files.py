@@ -229,23 +229,13 @@ def read_at(stream: FileIO, place: int, memory: memoryview) -> bool:
     return not memory
 
 
-@dataclass(frozen=True)
-class SavedTensors:
-    """Reads full tensors from a folder of chunk files. `tensors`: the folder's index."""
-
-    folder: Path
-    tensors: Mapping[str, StoredTensor]
-
-    def read(self, name: str, shape: Shape) -> Tensor:
-        """Return a full tensor; refuse a folder that does not have it in this shape."""
-        tensor = torch.empty(shape, dtype=self.dtype(name))
-        chunk = TensorChunk(name, shape, (0,) * len(shape), tensor, is_replica=False)
-        for overlap in _overlaps(chunk, self.tensors, self.folder):
-            with (self.folder / overlap.piece.file).open("rb", buffering=0) as stream:
-                overlap.read(stream, tensor.nbytes)
-        return tensor
-
-    def dtype(self, name: str) -> torch.dtype:
-        if name not in self.tensors:
-            raise UserError(f"{self.folder}: the tensor {name} is missing: it is of another model")
-        return self.tensors[name].dtype
+def read_tensor(name: str, shape: Shape, folder: Path, index: Mapping[str, StoredTensor]) -> Tensor:
+    """Return a full tensor from a folder; refuse a folder that does not have it in this shape."""
+    if name not in index:
+        raise UserError(f"{folder}: the tensor {name} is missing: it is of another model")
+    tensor = torch.empty(shape, dtype=index[name].dtype)
+    chunk = TensorChunk(name, shape, (0,) * len(shape), tensor, is_replica=False)
+    for overlap in _overlaps(chunk, index, folder):
+        with (folder / overlap.piece.file).open("rb", buffering=0) as stream:
+            overlap.read(stream, tensor.nbytes)
+    return tensor

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from grpo_mp.checkpoint.chunk_files import INDEX, WEIGHT, SavedTensors, read_index
+from grpo_mp.checkpoint.chunk_files import INDEX, WEIGHT, read_index, read_tensor
 from grpo_mp.checkpoint.hf_reader import HfReader, check_finite, check_model, has_hf_weights, is_non_policy_tensor
 from grpo_mp.checkpoint.hf_writer import copy_aux_files, incomplete_folder, shard_name, write_index
 from grpo_mp.checkpoint.run_state import SETTINGS
@@ -96,23 +96,23 @@ class SavedReader:
     """Reads the weights of a run's checkpoint, which are stored as Hugging Face tensors."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._saved = SavedTensors(folder, read_index(folder))
+        self.folder, self._index = folder, read_index(folder)
 
     def has_layer(self, number: int) -> bool:
-        return any(name.startswith(f"{WEIGHT}/model.layers.{number}.") for name in self._saved.tensors)
+        return any(name.startswith(f"{WEIGHT}/model.layers.{number}.") for name in self._index)
 
     def unread(self, params: Iterable[Param]) -> set[str]:
         """Return the names of the stored tensors that hold none of the parameters."""
-        return self._saved.tensors.keys() - {f"{WEIGHT}/{name}" for param in params for name in param.hf}
+        return self._index.keys() - {f"{WEIGHT}/{name}" for param in params for name in param.hf}
 
     def dtype(self, param: Param) -> torch.dtype:
-        return self._saved.dtype(f"{WEIGHT}/{param.hf[0]}")
+        stored = self._index.get(f"{WEIGHT}/{param.hf[0]}")
+        return stored.dtype if stored else torch.float32  # `read` refuses a missing tensor
 
     def read(self, param: Param) -> Sequence[Tensor]:
         """Return the Hugging Face tensors of a parameter."""
         names = zip(param.hf, param.shapes, strict=True)
-        return [self._saved.read(f"{WEIGHT}/{name}", shape) for name, shape in names]
+        return [read_tensor(f"{WEIGHT}/{name}", shape, self.folder, self._index) for name, shape in names]
 
 
 Reader = SavedReader | TorchDistReader

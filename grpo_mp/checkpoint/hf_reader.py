@@ -137,15 +137,9 @@ def check_finite(tensor: Tensor, folder: Path, name: str) -> Tensor:
 
 def _read_index(index: Path) -> dict[str, str]:
     try:
-        weight_map = dict(read_json(index)["weight_map"].items())
+        return dict(read_json(index)["weight_map"].items())
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{index} is not an index of safetensors files ({error!r}): copy it again") from error
-    for name, file in weight_map.items():
-        if Path(str(file)).name != file:
-            raise UserError(f"{index}: {name} is in {file}, which is no file beside the index")
-    if not weight_map:
-        raise UserError(f"{index} names no tensor: copy it again")
-    return weight_map
 
 
 def _open(file: Path):  # type: ignore[no-untyped-def]

@@ -12,7 +12,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from grpo_mp.checkpoint.hf_reader import INDEX, SINGLE_FILE
-from grpo_mp.models.families import add_transformers_4_names
 from grpo_mp.models.fp8 import BLOCK
 from grpo_mp.utils.files import sync_to_disk
 
@@ -141,20 +140,15 @@ def _split_by_bytes(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int)
 def copy_aux_files(like: Path, folder: Path, fp8: bool = False) -> None:
     """Copy config, tokenizer, chat templates, code and licence from `like` to `folder`.
 
-    The new config.json has a quantization_config if `fp8` is set, and none otherwise. It has the keys of transformers 4
-    besides those of transformers 5.
+    The new config.json has a quantization_config if `fp8` is set, and none otherwise.
     """
     for file in (file for pattern in AUX_FILES for file in like.glob(pattern) if file.is_file()):
         copy = folder / file.relative_to(like)
         copy.parent.mkdir(exist_ok=True)
         shutil.copy2(file, copy)
     config_file = folder / "config.json"
-    if not config_file.is_file():
-        return
-    original: dict[str, Any] = json.loads(config_file.read_text())
-    config = add_transformers_4_names(original)
-    if fp8 != (QUANTIZATION_CONFIG in config):
+    config: dict[str, Any] = json.loads(config_file.read_text()) if config_file.is_file() else {}
+    if config and fp8 != (QUANTIZATION_CONFIG in config):
         config.pop(QUANTIZATION_CONFIG, None)
         config |= {QUANTIZATION_CONFIG: FP8_CONFIG} if fp8 else {}
-    if config != original:
         config_file.write_text(json.dumps(config, indent=2))

@@ -39,6 +39,7 @@ class Job:
     device_group: dist.ProcessGroup  # group of all ranks for tensors on the device
     store: dist.Store  # key-value store of the job
     ranks_per_node: int
+    timeout_s: float  # of collectives
 
     @property
     def trains(self) -> bool:
@@ -125,6 +126,7 @@ def join_job(timeout_s: float, engine_ranks: int = 0, name: str = "job") -> Job:
         device_group=device_group,
         store=store,
         ranks_per_node=ranks_per_node,
+        timeout_s=timeout_s,
     )
 
 

@@ -1,6 +1,6 @@
-"""Supported model families by `model_type` of config.json, and translation of config keys to transformers 4."""
+"""Supported model families by `model_type` of config.json."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +22,6 @@ class Family:
     rotary: Callable[[HfConfig], dict[str, Any]] = gqa.rotary  # MLA reads rotary values from its settings instead
     group_score_topk: int = 2  # group-limited routing ranks a group by its best n scores
     transformers_type: str | None = None  # model_type in transformers, if it differs from the key in FAMILIES
-    transformers4_keys: tuple[tuple[str, str], ...] = ()  # keys of config.json: (transformers 4, transformers 5)
 
     def params(self, hf: HfConfig) -> dict[str, Param]:
         return expand(self.rules(hf))
@@ -30,12 +29,7 @@ class Family:
 
 FAMILIES = {
     "qwen3": Family("Qwen3ForCausalLM", llama_qwen.qwen3_config, partial(gqa.dense_rules, norms=True)),
-    "qwen3_moe": Family(
-        "Qwen3MoeForCausalLM",
-        llama_qwen.qwen3_moe_config,
-        llama_qwen.qwen3_moe_rules,
-        transformers4_keys=(llama_qwen.NUM_EXPERTS,),
-    ),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", llama_qwen.qwen3_moe_config, llama_qwen.qwen3_moe_rules),
     "qwen2": Family("Qwen2ForCausalLM", llama_qwen.qwen2_config, partial(gqa.dense_rules, bias=True)),
     "llama": Family("LlamaForCausalLM", llama_qwen.llama_config, gqa.dense_rules),
     "mixtral": Family("MixtralForCausalLM", mixtral.config, mixtral.rules, mixtral.rotary),
@@ -47,7 +41,6 @@ FAMILIES = {
 MODEL_FAMILIES: Registry[Family] = Registry("model family", FAMILIES, instance=Family)
 # Model types that transformers knows by another name.
 TRANSFORMERS_NAMES = {name: family.transformers_type for name, family in FAMILIES.items() if family.transformers_type}
-TOP_LEVEL_ROPE = ("rope_theta", "partial_rotary_factor")  # top-level in transformers 4, in rope_parameters in 5
 
 
 def family_of(hf: HfConfig) -> Family:
@@ -60,24 +53,3 @@ def family_of(hf: HfConfig) -> Family:
     family = MODEL_FAMILIES.resolve(hf.family or hf.model_type, "model.family")
     hf.expect("architectures", [family.architecture])
     return family
-
-
-def add_transformers_4_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config with the keys of transformers 4 added beside those of 5. Existing keys keep their values.
-
-    Exceptions are rope_theta and partial_rotary_factor: transformers 5 reads them from rope_parameters, so these values
-    replace the top-level ones. Without the added keys transformers 4 silently uses its defaults, such as a wrong
-    rope_theta or 128 experts.
-    """
-    older: dict[str, Any] = {}
-    top_level: dict[str, Any] = {}
-    rope = None if config.get("rope_scaling") else config.get("rope_parameters")
-    if isinstance(rope, dict):
-        top_level = {name: rope[name] for name in TOP_LEVEL_ROPE if name in rope}
-        if rope.get("rope_type", rope.get("type", "default")) != "default":
-            older["rope_scaling"] = {name: value for name, value in rope.items() if name not in TOP_LEVEL_ROPE}
-    family = FAMILIES.get(str(config.get("model_type")))
-    older |= {name: config[newer] for name, newer in (family.transformers4_keys if family else ()) if newer in config}
-    if "dtype" in config:
-        older["torch_dtype"] = config["dtype"]
-    return dict(config) | top_level | {name: value for name, value in older.items() if config.get(name) is None}

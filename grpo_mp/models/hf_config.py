@@ -27,7 +27,10 @@ class HfConfig:
         """Read config.json, or the file `name`, from a folder."""
         file = folder / name
         if not file.exists():
-            raise UserError(f"{file} does not exist: {_how_to_get(folder)}")
+            raise UserError(
+                f"{file} does not exist: give a Hugging Face folder, or download one (hf download OWNER/NAME "
+                f"--local-dir {folder}); `grpo-mp plan CONFIG` does without it"
+            )
         values = read_json(file)
         if not isinstance(values, dict):
             raise UserError(f"{file}: expected an object of settings, found {type(values).__name__}: copy it again")
@@ -114,17 +117,6 @@ class HfConfig:
         if self.values.get(key) is None:
             raise self.error(f"{key} is missing")
         return self.values[key]
-
-
-def _how_to_get(folder: Path) -> str:
-    if folder.is_dir():
-        return "give a Hugging Face folder"
-    is_hub_name = len(folder.parts) == 2 and not folder.parent.is_dir() and not folder.is_absolute()
-    name, target = (folder.as_posix(), f"checkpoints/{folder.name}") if is_hub_name else ("OWNER/NAME", str(folder))
-    return (
-        f"download the model (hf download {name} --local-dir {target}) and give its folder; `grpo-mp plan CONFIG` and "
-        "`grpo-mp launch CONFIG --dry-run` do without it"
-    )
 
 
 def check_positions(hf: HfConfig, tokens: int, setting: str) -> None:

@@ -80,18 +80,14 @@ def check_targets(params: Collection[Param], targets: Sequence[str] | None) -> N
                 f"model.lora.target_modules: no projection of this model is {target!r}{did_you_mean(target, leaves)}; "
                 f"it has {', '.join(leaves)}"
             )
-    absent = sorted(expert_projections(params) - set(targets))
-    for param in params:
-        targeted = {name for name in map(_module, param.hf) if _is_in(name, targets)} if param.experts else set()
-        both = " and ".join(_leaf(_module(name)) for name in param.hf)
-        if targeted and len(targeted) < len(param.hf):
-            raise UserError(
-                f"model.lora.target_modules: peft has {both} of experts as one: name both of them, or neither"
-            )
-        if len(targeted) > 1 and absent:
-            raise UserError(
-                f"model.lora.target_modules: peft loads {both} of experts only beside {absent[0]}: add it, too"
-            )
+    by_module = {_module(name): len(param.hf) > 1 for param in params if param.experts for name in param.hf}
+    fused = {_leaf(module): is_fused for module, is_fused in by_module.items()}
+    chosen = {_leaf(module) for module in by_module if _is_in(module, targets)}
+    if any(fused[leaf] for leaf in chosen) and chosen != fused.keys():
+        raise UserError(
+            f"model.lora.target_modules: peft loads adapters of experts' {', '.join(sorted(chosen))} only beside "
+            f"{', '.join(sorted(fused.keys() - chosen))}: add these, too"
+        )
 
 
 def _is_in(module: str, targets: Iterable[str]) -> bool:

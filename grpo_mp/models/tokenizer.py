@@ -26,21 +26,20 @@ def read_tokenizer(folder: Path, hf: HfConfig, trust_remote_code: bool = False) 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load a folder's tokenizer. Its Python code runs only if it is trusted and the folder has no tokenizer.json."""
     file, own_class = folder / "tokenizer.json", _own_class(folder)
-    loader: Any = AutoTokenizer
-    runs_code = False
+    tokenizer: PreTrainedTokenizerBase
     if file.is_file():
         check_regular(file)
-        loader = PreTrainedTokenizerFast  # the class of a model may replace the file's pre-tokenizer by its own
     elif own_class and not trust_remote_code:
         raise UserError(
             f"{folder}: the tokenizer is Python code of the folder ({own_class}), which does not run: read it and "
             "set model.trust_remote_code=true, or save the tokenizer as tokenizer.json"
         )
-    else:
-        runs_code = bool(own_class)
+    options: dict[str, Any] = {"clean_up_tokenization_spaces": False}
     try:
-        options = {"trust_remote_code": runs_code, "clean_up_tokenization_spaces": False}
-        tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(str(folder), **options)
+        if file.is_file():  # the class of a model may replace the file's pre-tokenizer by its own
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), trust_remote_code=False, **options)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=bool(own_class), **options)
     except (Exception, SystemExit) as error:  # libraries and trusted code raise exceptions of any type
         raise UserError(f"{folder}: the tokenizer cannot be read ({one_line(error, 200)})") from error
     tokenizer.init_kwargs.pop("auto_map", None)  # a saved copy would refer to code that it lacks

@@ -218,7 +218,9 @@ def _make_sync(
     if inputs.replay:
         return None, None
     shards = PolicyShards.of_policy(policy) if policy else PolicyShards.none(inputs.hf, settings.layout)
-    weight_sync = build_weight_sync(settings, shards, runtime.rollout, runtime.job)
+    weight_sync = build_weight_sync(
+        settings.engine, settings.model, settings.sync, shards=shards, rollout=runtime.rollout, job=runtime.job
+    )
     cache_dtype = str(settings.engine.args.get("kv_cache_dtype"))
     fp8 = (weight_sync.resharder.wire.fp8, settings.training.fp8_format, "fp8" in cache_dtype)
     check = EngineCheck(

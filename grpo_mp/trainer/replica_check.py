@@ -4,6 +4,8 @@ Megatron's check_param_hashes_across_dp_replicas copies all weights to the host,
 replica is right.
 """
 
+from functools import cache
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -12,10 +14,12 @@ from grpo_mp import platform
 from grpo_mp.distributed.process_groups import all_gather, replica_groups
 from grpo_mp.policy.trained_model import TrainedModel
 from grpo_mp.utils.errors import EarlyStopError
-from grpo_mp.weight_sync.changes import CHUNK_WORDS, fingerprint, random_factors
 
 NAMED = 3  # tensors named in a message
 CHECK_EVERY = 20  # steps
+CHUNK = 2**20  # elements that are summed at a time
+ODD = 0x9E3779B97F4A7C15 - 2**64  # as int64
+BITS = {2: torch.int16, 4: torch.int32}  # integer dtype by the size of an element
 
 
 def check_replicas(model: TrainedModel, step: int, every: int = CHECK_EVERY) -> None:
@@ -54,8 +58,25 @@ def _tensors(model: TrainedModel, names: set[str]) -> dict[str, Tensor]:
 
 def _checksums(group: dist.ProcessGroup, tensors: dict[str, Tensor]) -> Tensor:
     """Return the checksums of the tensors (columns) on each rank of the group (rows)."""
-    factors = {device: random_factors(CHUNK_WORDS).to(device) for device in {one.device for one in tensors.values()}}
-    own = [fingerprint(tensor, factors[tensor.device]) for tensor in tensors.values()]
-    table = [torch.empty(len(own), dtype=torch.int64, device=platform.device()) for _ in range(group.size())]
-    dist.all_gather(table, torch.tensor(own, dtype=torch.uint64).view(torch.int64).to(platform.device()), group=group)
+    own = torch.stack([checksum(tensor).to(platform.device()) for tensor in tensors.values()])
+    table = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(table, own, group=group)
     return torch.stack(table).cpu()
+
+
+@torch.no_grad()
+def checksum(tensor: Tensor) -> Tensor:
+    """Return a 64-bit checksum of a tensor: the sum of its elements' bits, each multiplied by a random odd factor."""
+    flat = tensor.detach().reshape(-1)
+    bits, factors = flat.view(BITS[flat.element_size()]), _random_factors(flat.device)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for chunk in bits.split(len(factors)):
+        total = total * ODD + (chunk.long() * factors[: len(chunk)]).sum()  # depends on the order of the chunks
+    return total
+
+
+@cache
+def _random_factors(device: torch.device) -> Tensor:
+    """Return odd numbers, int64 [CHUNK], equal on every rank."""
+    low, high = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
+    return (torch.randint(low, high, (CHUNK,), generator=torch.Generator().manual_seed(0)) | 1).to(device)

@@ -8,10 +8,10 @@ engine divide an expert, each rank gets its slice.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import groupby
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from grpo_mp.models.mapping import Param
 from grpo_mp.rollout.engine_layout import EngineParallelism
@@ -22,8 +22,6 @@ SLICED_GROUPS_PER_ROUND = 8
 GOLDEN_RATIO = 0.618034
 SEND_SLACK = 1.25  # limit of the bytes that a rank sends in a round, as a multiple of an even share
 
-Item = TypeVar("Item")
-Key = TypeVar("Key")
 Share = tuple[int, tuple[int, ...]]  # the staging rank, and the other ranks that load the same tensors
 Use = tuple[str, int]  # kind of memory use ("sends", "receives" or "loads"), rank
 Holders = Mapping[str, Mapping[int, Sequence[int]]]  # parameter -> tensor-parallel part -> ranks that hold it
@@ -101,16 +99,16 @@ class Transfer:
         return tuple(Piece(name, self.slice) for name in self.names)
 
 
-@dataclass(frozen=True)
+@dataclass
 class RankRound:
     """One rank's work in one round. The order of shards is their order in the messages."""
 
-    sends: Mapping[int, tuple[Shard, ...]]  # by target rank
-    receives: Mapping[int, tuple[Shard, ...]]  # by source rank, without this rank
-    own: tuple[Shard, ...]  # shards that this rank both holds and stages
-    staged: tuple[Piece, ...]  # pieces that this rank joins from shards
-    shares: Mapping[Share, tuple[Piece, ...]]  # pieces to exchange within the node, in the same order on all ranks
-    loads: Mapping[int, tuple[Piece, ...]]  # pieces that this rank's engine process loads, by the rank that stages them
+    sends: dict[int, list[Shard]] = field(default_factory=dict)  # by target rank
+    receives: dict[int, list[Shard]] = field(default_factory=dict)  # by source rank, without this rank
+    own: list[Shard] = field(default_factory=list)  # shards that this rank both holds and stages
+    staged: list[Piece] = field(default_factory=list)  # pieces that this rank joins from shards
+    shares: dict[Share, list[Piece]] = field(default_factory=dict)  # pieces to exchange within the node
+    loads: dict[int, list[Piece]] = field(default_factory=dict)  # pieces of its engine process, by staging rank
 
 
 @dataclass(frozen=True)
@@ -136,14 +134,10 @@ def plan_sync(
 
     A round has at most `round_bytes` on each rank, unless a single group is larger.
     """
-    merged = _merge_sliced(
-        groups, holders, readers=readers, sizes=sizes, most_bytes=round_bytes // SLICED_GROUPS_PER_ROUND
-    )
-    return SyncPlan(
-        _fill_rounds(
-            _transfers(merged, holders, readers=readers, ranks_per_node=ranks_per_node, sizes=sizes), sizes, round_bytes
-        )
-    )
+    most_bytes = round_bytes // SLICED_GROUPS_PER_ROUND
+    merged = _merge_sliced(groups, holders, readers=readers, sizes=sizes, most_bytes=most_bytes)
+    transfers = _transfers(merged, holders, readers=readers, ranks_per_node=ranks_per_node, sizes=sizes)
+    return SyncPlan(_fill_rounds(transfers, sizes, round_bytes))
 
 
 def engine_readers(host_ranks: Sequence[int], parallelism: EngineParallelism, alignment: int = 1) -> Readers:
@@ -336,44 +330,26 @@ def _order(transfers: Sequence[Transfer], large: Sequence[bool]) -> list[int]:
             queues.setdefault(transfer.receiver, []).append(index)
     places = []
     for number, receiver in enumerate(sorted(queues)):
-        queue, start = (
-            queues[receiver],
-            number * GOLDEN_RATIO % 1,
-        )  # neighbors share senders: start far apart
+        queue = queues[receiver]
+        start = number * GOLDEN_RATIO % 1  # neighbors share senders: start far apart
         places += [((place / len(queue) - start) % 1, number, index) for place, index in enumerate(queue)]
     return [index for index, is_large in enumerate(large) if is_large] + [index for *_, index in sorted(places)]
 
 
 def _rank_round(transfers: Sequence[Transfer], rank: int) -> RankRound:
-    sends: dict[int, list[Shard]] = {}
-    receives: dict[int, list[Shard]] = {}
-    own: list[Shard] = []
-    staged: list[Piece] = []
-    shares: dict[Share, list[Piece]] = {}
-    loads: dict[int, list[Piece]] = {}
+    work = RankRound()
     for transfer in transfers:
         if rank in transfer.readers:
-            loads.setdefault(transfer.receiver, []).extend(transfer.pieces())
+            work.loads.setdefault(transfer.receiver, []).extend(transfer.pieces())
             if others := tuple(reader for reader in transfer.readers if reader != transfer.receiver):
-                shares.setdefault((transfer.receiver, others), []).extend(transfer.pieces())
+                work.shares.setdefault((transfer.receiver, others), []).extend(transfer.pieces())
         if transfer.receiver == rank:
-            staged += transfer.pieces()
+            work.staged += transfer.pieces()
         for source, shard in transfer.shards():
             if source == transfer.receiver == rank:
-                own.append(shard)
+                work.own.append(shard)
             elif source == rank:
-                sends.setdefault(transfer.receiver, []).append(shard)
+                work.sends.setdefault(transfer.receiver, []).append(shard)
             elif transfer.receiver == rank:
-                receives.setdefault(source, []).append(shard)
-    return RankRound(
-        _frozen(sends),
-        _frozen(receives),
-        own=tuple(own),
-        staged=tuple(staged),
-        shares=_frozen(shares),
-        loads=_frozen(loads),
-    )
-
-
-def _frozen(lists: Mapping[Key, list[Item]]) -> dict[Key, tuple[Item, ...]]:
-    return {key: tuple(items) for key, items in lists.items()}
+                work.receives.setdefault(source, []).append(shard)
+    return work

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_mp import platform
-from grpo_mp.config import Settings
-from grpo_mp.config.sections import LayoutConfig
+from grpo_mp.config.sections import EngineConfig, LayoutConfig, ModelConfig, SyncConfig
 from grpo_mp.distributed.coordinates import tp_size
 from grpo_mp.distributed.process_groups import Job, all_gather, make_groups
 from grpo_mp.models.families import family_of
@@ -149,51 +148,39 @@ class PolicyShards:
         return cls(hf, params, {name: tp_size(param, layout) for name, param in params.items()})
 
 
-def build_weight_sync(settings: Settings, shards: PolicyShards, rollout: Rollout, job: Job) -> WeightSync:
+def build_weight_sync(
+    engine: EngineConfig, model: ModelConfig, sync: SyncConfig, shards: PolicyShards, rollout: Rollout, job: Job
+) -> WeightSync:
     """Plan the sync and link this rank to its engine. The engines must be running."""
-    args, gpus = settings.engine.args, settings.engine.gpus_per_engine
+    args, drafts = engine.args, engine.speculative.drafts_by_mtp
     fp8 = engine_uses_fp8(args, shards.hf, cpu=not platform.on_cuda())
-    params = engine_params(shards.params, shards.hf, settings.engine.speculative.drafts_by_mtp)
+    params = engine_params(shards.params, shards.hf, drafts)
     parts = {name: part for name, part in shards.parts.items() if name in params}
-    wire = WireFormat(params, shards.tp_sizes, DTYPES[settings.model.dtype], fp8)
-    parallelism = engine_parallelism(gpus, args, shards.hf)
+    wire = WireFormat(params, shards.tp_sizes, DTYPES[model.dtype], fp8)
+    parallelism = engine_parallelism(engine.gpus_per_engine, args, shards.hf)
     alignment = expert_alignment(parallelism, args, fp8, platform.compute_capability())
     readers = engine_readers(rollout.host_ranks, parallelism, alignment)
-    rounds = plan_rounds(
-        wire,
-        parts,
-        readers=readers,
-        bucket_bytes=settings.sync.bucket_bytes,
-        group=job.group,
-        ranks_per_node=job.ranks_per_node,
-    )
-    link = _link_engine(settings, wire, rollout, job) if job.hosts_engines else None
+    per_node = job.ranks_per_node
+    rounds = plan_rounds(wire, parts, readers, sync.bucket_bytes, group=job.group, ranks_per_node=per_node)
+    link = None
+    if job.hosts_engines:
+        engine_group, node_group = _engine_groups(rollout.host_ranks, engine.gpus_per_engine, job)
+        if engine_group and node_group:
+            transport: IpcTransport | HostTransport = HostTransport(wire, node_group, job.rank)
+            if platform.on_cuda():
+                transport = IpcTransport(wire, job.rank, job.device_group)
+            pause = sync.pause if rollout.owns_devices else None
+            with_draft = model.trains_mtp and drafts
+            link = EngineLink(rollout, transport, engine_group, node_group, pause=pause, with_draft=with_draft)
     return WeightSync(Resharder(rounds, wire, shards.tensors, job.device_group), link)
 
 
-def _link_engine(settings: Settings, wire: WireFormat, rollout: Rollout, job: Job) -> EngineLink | None:
-    """Create the process groups of engines and nodes and link this rank to its engine; None without an engine.
+def _engine_groups(host_ranks: Sequence[int], gpus: int, job: Job) -> list[dist.ProcessGroup | None]:
+    """Create the gloo groups of each engine and of each node's engines; return this rank's groups.
 
     Collective over all ranks that may host engines.
     """
     first = job.rank - dist.get_rank()  # the job's rank that is rank 0 of torch's default group
-    engines = [range(host, host + settings.engine.gpus_per_engine) for host in rollout.host_ranks]
-    nodes = [list(ranks) for _, ranks in groupby(chain.from_iterable(engines), lambda rank: rank // job.ranks_per_node)]
-    limit_s = settings.monitor.phase_timeout_s
-    engine_group = make_groups([[rank - first for rank in ranks] for ranks in engines], limit_s)
-    node_group = make_groups([[rank - first for rank in ranks] for ranks in nodes], limit_s)
-    if not (engine_group and node_group):
-        return None
-    transport: IpcTransport | HostTransport = HostTransport(wire, node_group, job.rank)
-    if platform.on_cuda():
-        transport = IpcTransport(wire, job.rank, job.device_group)
-    pause = None if settings.schedule == "colocated" else settings.sync.pause
-    with_draft = settings.model.trains_mtp and settings.engine.speculative.drafts_by_mtp
-    return EngineLink(
-        rollout,
-        transport,
-        engine_group=engine_group,
-        node_group=node_group,
-        pause=pause,
-        with_draft=with_draft,
-    )
+    engines = [list(range(host - first, host - first + gpus)) for host in host_ranks]
+    nodes = groupby(chain.from_iterable(engines), lambda rank: (rank + first) // job.ranks_per_node)
+    return [make_groups(groups, job.timeout_s) for groups in (engines, [list(ranks) for _, ranks in nodes])]

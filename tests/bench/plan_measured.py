@@ -113,7 +113,9 @@ def _phases(settings: Settings, parallel: Parallel, runner: asyncio.Runner) -> d
     _compute_gradients(models)
     _step(models)  # moments are there from the first update on
     rollout = rollout_with(FakeEngine(), 1, runner)
-    sync = build_weight_sync(settings, PolicyShards.of_policy(policy), rollout, parallel.job)
+    sync = build_weight_sync(
+        settings.engine, model, settings.sync, PolicyShards.of_policy(policy), rollout=rollout, job=parallel.job
+    )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folders = [folder / str(number) for number in range(len(models))]
@@ -249,7 +251,9 @@ class FakeEngine:
 
 def rollout_with(client: Any, ranks: int, runner: asyncio.Runner) -> Any:
     keeps = partial(nullcontext, client)
-    return SimpleNamespace(host_ranks=range(ranks), client=client, call=runner.run, losing_engine=keeps)
+    return SimpleNamespace(
+        host_ranks=range(ranks), client=client, call=runner.run, losing_engine=keeps, owns_devices=False
+    )
 
 
 if __name__ == "__main__":

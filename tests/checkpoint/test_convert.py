@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from grpo_mp.checkpoint.compare import compare_weights
 from grpo_mp.checkpoint.convert import RECORD, to_hf, to_megatron
 from grpo_mp.checkpoint.hf_reader import INDEX, HfReader
-from grpo_mp.models.families import add_transformers_4_names
 from grpo_mp.models.fp8 import FP8, SCALE, quantize
 from grpo_mp.utils.errors import UserError
 from tests.checkpoint.helpers import no_progress
@@ -60,7 +59,7 @@ def make_fp8_model(folder: Path) -> Path:
 def aux_files(folder: Path) -> dict[str, bytes]:
     records = (INDEX, RECORD)
     files = (file for file in folder.iterdir() if file.suffix != ".safetensors" and file.name not in records)
-    config = add_transformers_4_names(json.loads((folder / "config.json").read_text()))
+    config = json.loads((folder / "config.json").read_text())
     return {file.name: file.read_bytes() for file in files} | {"config.json": json.dumps(config).encode()}
 
 

@@ -9,8 +9,7 @@ import torch
 from transformers import AutoConfig
 
 from grpo_mp.checkpoint.hf_reader import check_layers
-from grpo_mp.checkpoint.hf_writer import copy_aux_files
-from grpo_mp.models.families import FAMILIES, TRANSFORMERS_NAMES, add_transformers_4_names, family_of
+from grpo_mp.models.families import FAMILIES, TRANSFORMERS_NAMES, family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.policy.forward import sequence_logits
 from grpo_mp.policy.load_models import policy_model, transformers_model
@@ -18,7 +17,6 @@ from grpo_mp.utils.errors import UserError
 from tests.models.published import PUBLISHED
 from tools.tiny.models import TINY_CONFIGS, make_tiny, make_tokenizer
 
-NEWER = ("rope_parameters", "num_local_experts", "dtype")  # names that transformers 4 does not know
 TOLERANCE = 2e-6  # of the largest logit, in float32
 THETA = 123456.0  # no default of any family
 ROPES: dict[str, dict[str, Any]] = {
@@ -41,11 +39,6 @@ def saved_by_transformers_5(values: dict[str, Any], folder: Path) -> HfConfig:
     return hf
 
 
-def as_seen_by_transformers_4(values: dict[str, Any]) -> dict[str, Any]:
-    known = {"num_local_experts"} if values["model_type"] == "mixtral" else set[str]()
-    return {name: value for name, value in values.items() if name not in NEWER or name in known}
-
-
 def family_settings(hf: HfConfig) -> tuple[Any, ...]:
     family = family_of(hf)
     config = family.config(hf)
@@ -58,12 +51,6 @@ def test_published_configs_mean_the_same_after_transformers_5_saved_them(name: s
     values, _ = PUBLISHED[name]
     published, saved = HfConfig(tmp_path, values), saved_by_transformers_5(values, tmp_path)
     assert family_settings(saved) == family_settings(published)
-    assert add_transformers_4_names(values) == values | ({"dtype": values["dtype"]} if "dtype" in values else {})
-    completed = HfConfig(tmp_path, add_transformers_4_names(saved.values))
-    assert family_settings(completed) == family_settings(published)
-    assert family_settings(HfConfig(tmp_path, as_seen_by_transformers_4(completed.values))) == family_settings(
-        published
-    )
     layers = saved.int("num_hidden_layers") + int(values.get("num_nextn_predict_layers") or 0)
     check_layers([f"model.layers.{layers - 1}.norm.weight"], saved)
 
@@ -85,18 +72,11 @@ def test_a_family_reads_what_transformers_5_computes_with(family: str, tmp_path:
     assert sum(param.expert is not None for param in params.values()) % (config.get("num_moe_experts") or 1) == 0
     if rotary:
         assert rotary["rotary_percent"] == own.rope_parameters.get("partial_rotary_factor", 1.0)
-    completed = add_transformers_4_names(saved.values)
-    assert add_transformers_4_names(completed) == completed
-    for values in (completed, as_seen_by_transformers_4(completed)):
-        assert family_settings(HfConfig(tmp_path, values)) == family_settings(saved)
-    (tmp_path / "config.json").write_text(json.dumps(completed))
-    assert AutoConfig.from_pretrained(tmp_path).rope_parameters == own.rope_parameters
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["qwen3_moe", "llama", "mixtral", "deepseek_v3", "glm4_moe"])
-def test_logits_of_either_version(family: str, tmp_path: Path) -> None:
-    """transformers runs a config of 5; the policy's model runs one of 5, and one of 4."""
+def test_logits_of_a_config_of_transformers_5(family: str, tmp_path: Path) -> None:
     rope = {"rope_theta": THETA, "rope_type": "default"} | ROPES.get(family, {})
     changes = {"rope_scaling": None, "rope_theta": None, "initializer_range": 0.1, "num_hidden_layers": 2}
     make_tiny(tmp_path / "model", family, make_tokenizer(["apples"]), **changes, rope_parameters=rope)
@@ -106,24 +86,9 @@ def test_logits_of_either_version(family: str, tmp_path: Path) -> None:
     file.write_text(json.dumps({name: value for name, value in values.items() if name != "num_experts"}))
     tokens = torch.randint(values["vocab_size"], (4, 32), generator=torch.Generator().manual_seed(0))
     expected = transformers_model(tmp_path / "model")(tokens).logits
-    (tmp_path / "out").mkdir()
-    copy_aux_files(tmp_path / "model", tmp_path / "out")
-    completed = json.loads((tmp_path / "out" / "config.json").read_text())
-    for written in (completed, as_seen_by_transformers_4(completed)):
-        file.write_text(json.dumps(written))
-        with policy_model(tmp_path / "model") as policy:
-            logits = torch.stack([sequence_logits(policy, row)[:, : values["vocab_size"]] for row in tokens])
-        assert float((logits - expected).abs().max() / expected.abs().max()) <= TOLERANCE
-
-
-def test_an_export_writes_the_names_of_both_versions(tmp_path: Path) -> None:
-    saved_by_transformers_5(family_values("qwen3_moe") | {"dtype": "bfloat16"}, tmp_path / "like")
-    (tmp_path / "out").mkdir()
-    copy_aux_files(tmp_path / "like", tmp_path / "out")
-    values = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (values["num_experts"], values["num_local_experts"]) == (8, 8)
-    assert (values["rope_theta"], values["rope_parameters"]["rope_theta"]) == (THETA, THETA)
-    assert (values["torch_dtype"], values["dtype"]) == ("bfloat16", "bfloat16")
+    with policy_model(tmp_path / "model") as policy:
+        logits = torch.stack([sequence_logits(policy, row)[:, : values["vocab_size"]] for row in tokens])
+    assert float((logits - expected).abs().max() / expected.abs().max()) <= TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -154,6 +119,5 @@ def test_transformers_5_decides_which_of_two_settings_counts(rope_settings: dict
         "llama", **TINY_CONFIGS["llama"] | {"rope_scaling": None} | json.loads(json.dumps(rope_settings))
     )
     values = {"model_type": "llama"} | rope_settings
-    for written in (values, add_transformers_4_names(values)):
-        rope = HfConfig(tmp_path, written).rope
-        assert {name: rope[name] for name in own.rope_parameters} == own.rope_parameters
+    rope = HfConfig(tmp_path, values).rope
+    assert {name: rope[name] for name in own.rope_parameters} == own.rope_parameters

@@ -32,7 +32,10 @@ def test_adapters_of_a_fused_projection_are_those_of_its_modules() -> None:
     ("targets", "sentence"),
     [
         (("qproj",), r"no projection of this model is 'qproj' \(did you mean q_proj\?\); it has down_proj, gate_proj"),
-        (("q_proj", "up_proj"), "peft has gate_proj and up_proj of experts as one: name both of them, or neither"),
+        (
+            ("q_proj", "up_proj"),
+            "adapters of experts' up_proj only beside down_proj, gate_proj: add these, too",
+        ),
     ],
 )
 def test_targets_that_cannot_be_are_refused(targets: tuple[str, ...], sentence: str) -> None:

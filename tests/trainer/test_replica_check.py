@@ -1,21 +1,30 @@
-"""Equal tensors, and only they, have equal fingerprints."""
+"""Equal tensors, and only they, have equal checksums."""
+
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
-from grpo_mp.weight_sync.changes import fingerprint, random_factors
+from grpo_mp.trainer import replica_check
+from grpo_mp.trainer.replica_check import checksum
 
-FACTORS = random_factors(64)  # several chunks in small tensors
+
+@pytest.fixture(autouse=True)
+def several_chunks_in_small_tensors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(replica_check, "CHUNK", 64)
+    replica_check._random_factors.cache_clear()
+    yield
+    replica_check._random_factors.cache_clear()
 
 
 def bits(tensor: Tensor) -> int:
-    return fingerprint(tensor, FACTORS)
+    return int(checksum(tensor))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (129, 33)])
-def test_equal_tensors_and_only_they_have_equal_fingerprints(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_equal_tensors_and_only_they_have_equal_checksums(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(dtype)
     assert bits(tensor) == bits(tensor.clone())
     seen = {bits(tensor)}
@@ -45,6 +54,6 @@ def test_small_updates_that_cancel_in_sums_are_seen() -> None:
     assert len(seen) == 20_000
 
 
-def test_a_view_has_the_fingerprint_of_its_copy() -> None:
+def test_a_view_has_the_checksum_of_its_copy() -> None:
     matrix = torch.randn(40, 30)
     assert bits(matrix.t()) == bits(matrix.t().clone()) != bits(matrix)
