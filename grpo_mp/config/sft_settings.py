@@ -1,23 +1,15 @@
 """Settings of supervised fine-tuning: sections shared with RL, chat data, batch size and loss."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from grpo_mp.config.data_sections import NamedSets, SetConfig, TemplateVariables
-from grpo_mp.config.registries import DATA_SOURCES
-from grpo_mp.config.sections import (
-    LayoutConfig,
-    ModelConfig,
-    MonitorConfig,
-    OptimizerConfig,
-    RunConfig,
-    TrainingConfig,
-)
-from grpo_mp.config.trainer_settings import check_training
+from grpo_mp.config.data_sections import NamedSets, SetConfig, SourceName, TemplateVariables
+from grpo_mp.config.sections import TrainingConfig
+from grpo_mp.config.trainer_settings import TrainerSettings
 from grpo_mp.utils.section import Section
 
-SourceName = Annotated[str, AfterValidator(DATA_SOURCES.check_name)]
 OF_RL = ("rollout", "engine", "reward", "algorithm", "sync", "schedule")  # sections that only RL has
 TRAINING_OF_RL = ("updates_per_step", "epochs", "shuffle", "share_prompts", "router_replay")
 
@@ -71,51 +63,31 @@ class SftConfig(Section):
     )
 
 
-class SftSettings(Section):
+class SftSettings(TrainerSettings):
     """All settings of supervised fine-tuning."""
 
-    run: RunConfig = Field(description="folder, length, checkpoints and evaluations of the run")
-    model: ModelConfig = Field(description="the policy")
-    layout: LayoutConfig = Field(LayoutConfig(), description="parallelism of the trainer")
     data: ChatDataConfig = Field(description="chats to learn from and to evaluate on")
     sft: SftConfig = Field(description="samples of a step, and the tokens that have a loss")
-    optimizer: OptimizerConfig = Field(description="AdamW and its learning rate")
-    training: TrainingConfig = Field(TrainingConfig(), description="micro-batches, memory, Megatron")
-    monitor: MonitorConfig = Field(MonitorConfig(), description="metrics, logs and time limits")
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_sections_of_rl(cls, values: Any) -> Any:
-        if isinstance(values, dict):
-            for name in OF_RL:
-                if name in values:
-                    raise ValueError(
-                        f"{name} belongs to RL, and supervised fine-tuning has no engines and no rewards: remove it, "
-                        "or run `grpo-mp train`"
-                    )
+        for name in OF_RL:
+            if isinstance(values, dict) and name in values:
+                raise ValueError(
+                    f"{name} belongs to RL, and supervised fine-tuning has no engines and no rewards: remove it, "
+                    "or run `grpo-mp train`"
+                )
         return values
 
-    @model_validator(mode="after")
-    def _check_training(self) -> "SftSettings":
+    def problems(self) -> Iterator[str]:
         for name in TRAINING_OF_RL:
             if vars(self.training)[name] != TrainingConfig.model_fields[name].default:
-                raise ValueError(
+                yield (
                     f"training.{name}={vars(self.training)[name]} belongs to RL: a step of supervised fine-tuning is "
                     "one update of sft.batch_size samples, and run.epochs are its passes over the data: leave it out"
                 )
-        check_training(self)
-        return self
-
-    @property
-    def total_updates(self) -> int:
-        return self.run.steps
-
-    @property
-    def temperature(self) -> float:
-        return 1.0
-
-    @property
-    def bucket_bytes(self) -> None: ...
+        yield from super().problems()
 
     def with_steps(self, epoch_size: int, steps_done: int = 0, samples_seen: int = 0) -> "SftSettings":
         """Return the settings with `run.steps` computed from `run.epochs`.

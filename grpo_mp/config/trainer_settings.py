@@ -1,9 +1,12 @@
 """Settings that runs of RL and of supervised fine-tuning share, and their checks."""
 
-from collections.abc import Mapping
-from typing import Any, Protocol, Self
+from collections.abc import Iterator
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from grpo_mp.config.sections import LayoutConfig, ModelConfig, MonitorConfig, OptimizerConfig, RunConfig, TrainingConfig
+from grpo_mp.utils.section import Section
 
 NOT_WITH_LORA = {  # fields of Megatron's configs that do not work with LoRA, and why
     "moe_shared_expert_overlap": "lets layers run in parts, where adapters do not see their inputs",
@@ -13,59 +16,55 @@ NOT_WITH_LORA = {  # fields of Megatron's configs that do not work with LoRA, an
 }
 
 
-class TrainerSettings(Protocol):
-    """Interface of Settings and SftSettings for the policy and the trainer."""
+class TrainerSettings(Section):
+    """Sections of every run that trains."""
+
+    run: RunConfig = Field(description="folder, length, checkpoints and evaluations of the run")
+    model: ModelConfig = Field(description="the policy and its reference")
+    layout: LayoutConfig = Field(LayoutConfig(), description="parallelism of the trainer")
+    optimizer: OptimizerConfig = Field(description="AdamW and its learning rate")
+    training: TrainingConfig = Field(TrainingConfig(), description="updates of a step, micro-batches, memory, Megatron")
+    monitor: MonitorConfig = Field(MonitorConfig(), description="metrics, logs and time limits")
 
     @property
-    def run(self) -> RunConfig: ...
+    def total_updates(self) -> int:
+        """Return the number of optimizer updates of the policy in the whole run."""
+        return self.run.steps
 
     @property
-    def model(self) -> ModelConfig: ...
+    def temperature(self) -> float:
+        return 1.0
 
     @property
-    def layout(self) -> LayoutConfig: ...
+    def bucket_bytes(self) -> int | None:
+        return None
 
-    @property
-    def optimizer(self) -> OptimizerConfig: ...
+    def problems(self) -> Iterator[str]:
+        """Yield a sentence for each combination of settings that does not work."""
+        if self.training.share_prompts and self.layout.context > 1:
+            yield (
+                "training.share_prompts does not work with context parallelism "
+                f"(layout.context={self.layout.context}): set share_prompts=false, or layout.context=1"
+            )
+        lora, megatron = self.model.lora, self.training.megatron_args
+        if lora and self.model.trains_mtp:
+            yield (
+                "model.lora has no adapters for the multi-token-prediction layer, nor would peft load them: set "
+                "mtp_loss_scaling_factor=0, or lora=null"
+            )
+        if lora and self.training.fp8_format:
+            yield "training.fp8_format with model.lora has not been tested: set fp8_format=null, or lora=null"
+        for field, reason in NOT_WITH_LORA.items():
+            if lora and megatron.get(field):
+                yield f"model.lora: training.megatron_args.{field} {reason}: leave it out, or set lora=null"
+        if self.optimizer.offload == "host" and not self.model.offloads:
+            yield (
+                f"optimizer.offload=host needs model.dtype=bfloat16: an optimizer in {self.model.dtype} works on the "
+                "model's own weights: set dtype=bfloat16, or offload=step"
+            )
 
-    @property
-    def training(self) -> TrainingConfig: ...
-
-    @property
-    def monitor(self) -> MonitorConfig: ...
-
-    @property
-    def total_updates(self) -> int: ...
-
-    @property
-    def temperature(self) -> float: ...
-
-    def model_copy(self, *, update: Mapping[str, Any] | None = None) -> Self: ...
-
-    @property
-    def bucket_bytes(self) -> int | None: ...
-
-
-def check_training(settings: TrainerSettings) -> None:
-    """Raise ValueError for combinations of settings that do not work together."""
-    if settings.training.share_prompts and settings.layout.context > 1:
-        raise ValueError(
-            "training.share_prompts does not work with context parallelism "
-            f"(layout.context={settings.layout.context}): set share_prompts=false, or layout.context=1"
-        )
-    lora, megatron = settings.model.lora, settings.training.megatron_args
-    if lora and settings.model.trains_mtp:
-        raise ValueError(
-            "model.lora has no adapters for the multi-token-prediction layer, nor would peft load them: set "
-            "mtp_loss_scaling_factor=0, or lora=null"
-        )
-    if lora and settings.training.fp8_format:
-        raise ValueError("training.fp8_format with model.lora has not been tested: set fp8_format=null, or lora=null")
-    for field, reason in NOT_WITH_LORA.items():
-        if lora and megatron.get(field):
-            raise ValueError(f"model.lora: training.megatron_args.{field} {reason}: leave it out, or set lora=null")
-    if settings.optimizer.offload == "host" and not settings.model.offloads:
-        raise ValueError(
-            f"optimizer.offload=host needs model.dtype=bfloat16: an optimizer in {settings.model.dtype} works on the "
-            "model's own weights: set dtype=bfloat16, or offload=step"
-        )
+    @model_validator(mode="after")
+    def _work_together(self) -> Self:
+        for problem in self.problems():
+            raise ValueError(problem)
+        return self
