@@ -176,9 +176,9 @@ class Settings(TrainerSettings):
 
     def _served_model_problems(self) -> Iterator[str]:
         distillation, rule = self.algorithm.distillation, self.algorithm.filter
-        served = {f"reward.model.path={model.path}": model for model in self.reward.own_models.values()}
+        served = [f"reward.model.path={model.path}" for model in self.reward.own_models.values()]
         if distillation and distillation.teacher.folder:
-            served[f"algorithm.distillation.teacher.path={distillation.teacher.path}"] = distillation.teacher
+            served.append(f"algorithm.distillation.teacher.path={distillation.teacher.path}")
         for path in served if not self.shares_devices else ():
             yield (
                 f"{path} is served in SCORE on the devices of all ranks, which schedule={self.schedule} has no "
