@@ -21,7 +21,6 @@ class Judge(ServedModelClient):
 
     section = "reward.judge"
     wanted = "a chat completion with 'Score: N' from 0 to 10"
-    rereads = uses_proxy = True
 
     def __init__(self, settings: JudgeConfig) -> None:
         super().__init__(settings)

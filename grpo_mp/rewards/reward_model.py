@@ -44,24 +44,19 @@ class ServedModelClient:
     """HTTP client of a served model, with retries. Thread-safe."""
 
     section: ClassVar[str]  # of the settings, for messages
-    wanted: str  # content of a valid reply, for messages
-    rereads: ClassVar[bool] = False  # whether a request is repeated after an invalid reply
-    uses_proxy: ClassVar[bool] = False  # whether requests use the environment's proxy
+    wanted: ClassVar[str]  # content of a valid reply, for messages
 
-    def __init__(
-        self, settings: ServedModelConfig | JudgeConfig, timeout_s: float | None = None, retries: int | None = None
-    ) -> None:
+    def __init__(self, settings: ServedModelConfig | JudgeConfig) -> None:
         """Read the API key. The first request opens a connection, because the server may start later."""
         variable = settings.api_key_env
         if variable and variable not in os.environ:
             raise UserError(f"{self.section}.api_key_env: {variable} is not set in the environment: export it")
-        self._retries, self._key_variable = RETRIES if retries is None else retries, variable
-        key = os.environ[variable].strip() if variable else ""
-        url = settings.url
-        self._servers = cycle([Server(url, {"Authorization": f"Bearer {key}"} if key else {})])
+        self._key = os.environ[variable].strip() if variable else ""
+        self._servers = cycle([Server(settings.url, {"Authorization": f"Bearer {self._key}"} if self._key else {})])
         self._http = httpx.Client(
-            timeout=timeout_s or (settings.timeout_s if isinstance(settings, JudgeConfig) else TIMEOUT_S),
-            trust_env=self.uses_proxy and urlsplit(url).hostname not in LOOPBACK,
+            timeout=settings.timeout_s if isinstance(settings, JudgeConfig) else TIMEOUT_S,
+            # A proxy of the environment leads to endpoints outside of the cluster, not to the cluster's servers.
+            trust_env=isinstance(settings, JudgeConfig) and urlsplit(settings.url).hostname not in LOOPBACK,
             limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S),
         )
 
@@ -73,35 +68,28 @@ class ServedModelClient:
 
     def ask(self, path: str, body: Mapping[str, Any], read: Callable[[Any], T]) -> T:
         """Post `body` to the next server; return `read` of the reply's JSON. Raises RewardError if all tries fail."""
-        server, failure = next(self._servers), ""
+        server, failure, text = next(self._servers), "", ""
         endpoint = f"{server.url.rstrip('/')}{path}"
-        for attempt in range(self._retries + 1):
+        for attempt in range(RETRIES + 1):
             if attempt:  # exponential backoff with jitter, so that ranks do not retry together
                 time.sleep(BACKOFF_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
             try:
                 reply = self._http.post(endpoint, json=body, headers=server.headers)
-            except httpx.HTTPError as error:  # no connection, or a body that cannot be decompressed
-                failure = f"gave no answer ({type(error).__name__}: {error})"
-                continue
-            text = reply.content.decode(errors="replace")
-            if not reply.is_success:
+                text = reply.content.decode(errors="replace")
+                if reply.is_success:
+                    return read(reply.json())
                 failure = f"answered status {reply.status_code}: {text}"
                 if reply.status_code < 500 and reply.status_code not in (408, 429):
                     break
-                continue
-            try:
-                return read(reply.json())
+            except httpx.HTTPError as error:  # no connection, or a body that cannot be decompressed
+                failure = f"gave no answer ({type(error).__name__}: {error})"
             except ReplyError as error:
-                raise RewardError(self._shown(f"{endpoint} {error}")) from error
+                failure = str(error)
+                break
             except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
                 failure = f"answered {text!r:.300}, not {self.wanted}"
-                if not self.rereads:
-                    break
-        raise RewardError(self._shown(f"{endpoint} {failure}"))
-
-    def _shown(self, text: str) -> str:
-        key = os.environ.get(self._key_variable or "", "").strip()
-        return one_line(without_secrets(text.replace(key, "***") if key else text))
+        shown = f"{endpoint} {failure}"
+        raise RewardError(one_line(without_secrets(shown.replace(self._key, "***") if self._key else shown)))
 
 
 class ModelClient(ServedModelClient):

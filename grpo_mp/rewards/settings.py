@@ -177,17 +177,17 @@ class RewardConfig(Section):
     def built_in_weights(self) -> dict[str, float]:
         """Weight of each built-in term that this section configures, by name."""
         served = {MODEL: self.outcome_model, "judge": self.judge, "code": self.code}
-        return {
+        weights = {
             "answer": self.answer,
             "episode": self.episode,
             "boxed": self.boxed,
-            "length": self.length,
             "think": self.think.weight,
             "language": self.language.weight,
-            "overlong": self.overlong.weight * (self.span / 2 or 1.0),
-            "repetition": self.repetition,
             **{name: section.weight for name, section in served.items() if section},
         }
+        span = sum(map(abs, (*weights.values(), *self.functions.values())))  # highest minus lowest reward
+        penalties = {"overlong": self.overlong.weight * (span / 2 or 1.0), "repetition": self.repetition}
+        return weights | penalties | {"length": self.length}
 
     @property
     def term_weights(self) -> dict[str, float]:
@@ -223,35 +223,18 @@ class RewardConfig(Section):
     @property
     def has_outcome(self) -> bool:
         """Whether any term rewards complete responses."""
-        sections = (self.overlong, self.outcome_model, self.judge, self.code, self.think, self.language)
-        weights = [section.weight for section in sections if section]
-        return any((self.answer, self.episode, self.boxed, self.length, self.repetition, *weights, self.functions))
-
-    @property
-    def span(self) -> float:
-        """Highest minus lowest reward without penalties, for terms in [0, 1]."""
-        sections = (self.think, self.language, self.outcome_model, self.judge, self.code)
-        weights = [section.weight for section in sections if section]
-        return sum(map(abs, (self.answer, self.episode, self.boxed, *weights, *self.functions.values())))
+        return bool(self.functions) or any(self.built_in_weights.values())
 
     @model_validator(mode="after")
-    def _correct_names_a_term(self) -> "RewardConfig":
+    def _check_terms(self) -> "RewardConfig":
         names = [*self.term_weights, *self.function_names.values()]
         if self.correct and self.correct not in names:
             raise ValueError(
                 f"reward.correct: no term of the reward is named {self.correct!r}{did_you_mean(self.correct, names)}; "
                 f"there are: {', '.join(names)}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _steps_have_a_model(self) -> "RewardConfig":
         if self.steps == MODEL and not self.model:
             raise ValueError("reward.steps=model needs reward.model: set its path")
-        return self
-
-    @model_validator(mode="after")
-    def _some_reward(self) -> "RewardConfig":
         if not (self.has_outcome or self.steps):
             raise ValueError("no reward has a weight: set reward.answer, reward.boxed or reward.functions")
         return self

@@ -20,7 +20,6 @@ from grpo_mp.utils.section import ServedModelConfig
 from grpo_mp.utils.types import NO_TOKEN, Sample, SampleGroup, TopLogprobs
 
 PATH, DETOKENIZE = "/generate", "/v1/detokenize"
-CHECK_LIMIT_S = 30.0
 SECTION = "algorithm.distillation.teacher"  # of the settings
 MAX_TOPK_VALUES = 2**22  # logprobs in the reply of one request, which takes 11 bytes for each
 TOPK_REQUEST = {"return_flat_raw_top_logprobs": True, "return_flat_raw_top_logprobs_b64": True}
@@ -34,10 +33,8 @@ class TeacherClient(ServedModelClient):
     section = SECTION
     wanted = "the logprobs of given tokens: serve a causal language model by SGLang"
 
-    def __init__(
-        self, settings: ServedModelConfig, topk: int | None = None, vocab_size: int = 0, **limits: Any
-    ) -> None:
-        super().__init__(settings, **limits)
+    def __init__(self, settings: ServedModelConfig, topk: int | None = None, vocab_size: int = 0) -> None:
+        super().__init__(settings)
         self._topk, self._vocab_size = topk, vocab_size
 
     def score_group(self, group: SampleGroup) -> SampleGroup:
@@ -150,7 +147,7 @@ def same_tokens(sent: Sequence[Sequence[int]], echoed: Sequence[Sequence[int]]) 
 
 def check_served_tokens(settings: ServedModelConfig, tokenizer: PreTrainedTokenizerBase) -> str:
     """Check that policy and teacher server have the same vocabulary; return a warning if the server does not answer."""
-    client = TeacherClient(settings, timeout_s=CHECK_LIMIT_S, retries=0)
+    client = TeacherClient(settings)
     numbers = sorted(tokenizer.get_vocab().values())
     try:
         body = {"tokens": [[i] for i in numbers], "skip_special_tokens": False}

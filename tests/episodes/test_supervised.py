@@ -154,16 +154,6 @@ def test_turns_of_several_marks_or_none_are_compared_with_their_own() -> None:
             encode(make_encoder("qwen2_5", template=SPLIT_MARKS), Chat(messages, tools=(TOOL,)))
 
 
-def test_a_call_that_only_the_words_name_is_missed() -> None:
-    call: Message = {**call_of("qwen2_5"), "content": "I call add."}
-    without_calls = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
-    without_calls += "{% if add_generation_prompt %}assistant: {% endif %}"
-    chat = Chat((ASK, call, RESULT, ANSWER), tools=(TOOL,))
-    with pytest.raises(UserError, match="leaves out the assistant's call of add"):
-        encode(make_encoder("qwen2_5", template=without_calls), chat)
-    encode(make_encoder("qwen2_5"), chat)
-
-
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
 def test_thinking_under_any_name_is_learned_or_missed(field: str) -> None:
     thinks: Message = {**ANSWER, field: "Three and four."}

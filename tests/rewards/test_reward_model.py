@@ -74,7 +74,7 @@ FAILURES: list[tuple[Any, int, str]] = [
     ((400, '{"error": "too long"}'), 1, r'/classify answered status 400: {"error": "too long"}'),
     (SLOW, 2, r"/classify gave no answer \(ReadTimeout: timed out\)"),
     ((200, json.dumps([ENTRY])), 1, r"/classify returned 1 scores for 2 sequences"),
-    ((200, json.dumps([ENTRY, {"embedding": [1.0, 2.0]}])), 1, r"not one score per sequence: serve a model with one"),
+    ((200, json.dumps([ENTRY, {"embedding": [1.0, 2.0]}])), 2, r"not one score per sequence: serve a model with one"),
 ]
 
 

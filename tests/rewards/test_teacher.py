@@ -64,7 +64,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def teacher(server: Server) -> Iterator[TeacherClient]:
-    client = TeacherClient(ServedModelConfig(path=server.url), retries=0)
+    client = TeacherClient(ServedModelConfig(path=server.url))
     yield client
     client.close()
 
@@ -89,7 +89,7 @@ def test_every_token_of_every_response_has_its_logprob(
 
 @pytest.fixture
 def topk_teacher(server: Server) -> Iterator[TeacherClient]:
-    client = TeacherClient(ServedModelConfig(path=server.url), retries=0, topk=3, vocab_size=101)
+    client = TeacherClient(ServedModelConfig(path=server.url), topk=3, vocab_size=101)
     yield client
     client.close()
 
@@ -182,4 +182,3 @@ def test_a_servers_tokens_are_compared_by_their_texts(server: Server, tokenizer:
 def test_a_server_that_cannot_be_asked_is_warned_of(server: Server, tokenizer: PreTrainedTokenizerBase) -> None:
     warning = check(server, (500, "it has no tokenizer"), tokenizer)
     assert warning.startswith("algorithm.distillation.teacher: its tokenizer could not be compared with the policy's (")
-    assert len(server.bodies) == 1
