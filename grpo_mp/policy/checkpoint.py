@@ -28,7 +28,6 @@ from grpo_mp.checkpoint.chunk_files import (
 from grpo_mp.distributed.coordinates import tensor_part, tp_size
 from grpo_mp.distributed.process_groups import all_gather
 from grpo_mp.models.chunks import chunks_of
-from grpo_mp.models.folder_digest import model_digest
 from grpo_mp.models.mapping import Param
 from grpo_mp.policy.adam_state import state_dict_without_copies, stores_param_remainders
 from grpo_mp.policy.policy import Policy
@@ -118,8 +117,16 @@ def load_policy(policy: TrainedModel, folder: Path) -> None:
             f"{folder}: the checkpoint holds main weights as {saved}, training.megatron_args asks for {expected}: set "
             "use_precision_aware_optimizer and store_param_remainders, and optimizer.offload, as they were"
         )
-    check_same_adapters(folder, common, base=policy.base, adapters=policy.adapters, digest=policy.base_digest)
-    groups = _optimizer_groups(common["optimizer_groups"])
+    if common["adapters"] != policy.adapters:
+        raise UserError(
+            f"{folder}: the checkpoint's adapters are {common['adapters'] or 'none'}, those of model.lora "
+            f"{policy.adapters or 'none'}: set it as it was, or start with another run.folder"
+        )
+    # A layout has separate optimizers for dense and expert parameters only if their sharding differs. Both are at the
+    # same step, so any saved param group (step, learning rates) fits either.
+    groups = [
+        group | {"is_expert_parallel": expert} for group in common["optimizer_groups"] for expert in (False, True)
+    ]
     parts = policy.optimizer.chained_optimizers
     with state_dict_without_copies(parts):
         for part in parts:
@@ -128,27 +135,6 @@ def load_policy(policy: TrainedModel, folder: Path) -> None:
             part.load_state_dict({"optimizer": {"param_groups": [group | rates for group in groups]}})
     read_chunks(optimizer_chunks(policy), folder / OPTIMIZER_FOLDER)
     policy.lr_scheduler.load_state_dict(common["schedule"])
-
-
-def check_same_adapters(
-    folder: Path, common: Mapping[str, Any], base: Path | None, adapters: str, digest: str = ""
-) -> None:
-    """Refuse a checkpoint with a different adapter configuration, or whose adapters were trained on other base weights.
-
-    `common`: result of `read_common`; `base`: folder of the base weights, None without adapters; `adapters`:
-    description of model.lora; `digest`: digest of `base` if it is already known.
-    """
-    if (saved := common.get("adapters", "")) != adapters:
-        raise UserError(
-            f"{folder}: the checkpoint's adapters are {saved or 'none'}, those of model.lora {adapters or 'none'}: set "
-            "it as it was, or start with another run.folder"
-        )
-    saved_digest = common.get("base", "")
-    if base and saved_digest != (digest or model_digest(base)):
-        raise UserError(
-            f"{folder}: the checkpoint's adapters are for other weights than model.path has now: restore those, or "
-            "start with another run.folder"
-        )
 
 
 def load_reference(policy: Policy, folder: Path) -> None:
@@ -164,7 +150,6 @@ def _common(policy: TrainedModel) -> dict[str, Any]:
         "optimizer_groups": [group for part in states for group in part["optimizer"]["param_groups"]],
         "schedule": policy.lr_scheduler.state_dict(),
         "main_weights": _main_weight_format(policy),
-        "base": policy.base_digest,
         "adapters": policy.adapters,
     }
 
@@ -180,15 +165,6 @@ def read_common(folder: Path) -> dict[str, Any]:
 
 def _main_weight_format(policy: TrainedModel) -> str:
     return "remainders" if stores_param_remainders(policy.optimizer.chained_optimizers) else "whole"
-
-
-def _optimizer_groups(saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return each saved param group (step, learning rates) twice: for dense and for expert parameters.
-
-    A layout has separate optimizers for the two only if their sharding differs. Both are always at the same step, so
-    any saved group fits either.
-    """
-    return [group | {"is_expert_parallel": expert} for group in saved for expert in (False, True)]
 
 
 def optimizer_chunks(policy: TrainedModel) -> Iterator[TensorChunk]:

@@ -1,7 +1,7 @@
 """Offload weights, gradients and optimizer state to the host and onload them, with Megatron's buffers. CUDA only."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import chain
 
 import torch
@@ -14,53 +14,26 @@ from grpo_mp.utils.errors import PhaseTimeout
 
 POLL_S = 0.05
 MARGIN_BYTES = 2**28
-StateKey = tuple[str, int]  # name of a state tensor, number of its parameter
-
-
-class HostBuffers:
-    """Pinned host memory for the tensors of one optimizer, allocated at the first offload and then reused."""
-
-    def __init__(self) -> None:
-        self._buffer: PinnedBuffer | None = None
-        self._tensors: dict[StateKey, torch.Tensor] = {}
-
-    def offload(self, tensors: Mapping[StateKey, torch.Tensor]) -> dict[StateKey, torch.Tensor]:
-        """Start to copy the device tensors among `tensors` to the host, and return the host copies.
-
-        Each call must have tensors of the same keys and shapes.
-        """
-        on_device = {key: tensor for key, tensor in tensors.items() if tensor.device.type != "cpu"}
-        if self._buffer is None:
-            self._buffer = PinnedBuffer(list(on_device.values()))
-            self._tensors = dict(zip(on_device, self._buffer.tensors, strict=True))
-        for key, tensor in on_device.items():
-            self._tensors[key].copy_(tensor, non_blocking=True)
-        return {key: self._tensors[key] for key in on_device}
 
 
 def move_optimizer(
-    optimizer: torch.optim.Optimizer, to: torch.device, buffers: HostBuffers, with_parameters: bool
+    optimizer: torch.optim.Optimizer, onload: bool, host: list[torch.Tensor], with_parameters: bool
 ) -> None:
-    """Move an optimizer's state to a device, and with `with_parameters` also its parameters.
+    """Move an optimizer's state to pinned host memory or back, and with `with_parameters` also its parameters.
 
-    `with_parameters`: the parameters are separate main weights. Those of the precision-aware optimizer are views of
-    the model's weights; if they were moved, updates would no longer reach the model.
+    `host`: tensors in pinned memory, allocated at the first offload. `with_parameters`: the parameters are separate
+    main weights. Those of the precision-aware optimizer are views of the model's weights; if they were moved, updates
+    would no longer reach the model.
     """
-    params = [param for group in optimizer.param_groups for param in group["params"]] if with_parameters else []
-    tensors = {("parameter", number): param.data for number, param in enumerate(params)} | {
-        (name, number): value
-        for number, state in enumerate(optimizer.state.values())
-        for name, value in state.items()
-        if isinstance(value, torch.Tensor) and value.dim()  # Adam's step counts, which are scalars, are not moved
-    }
-    if to.type == "cpu":
-        moved = buffers.offload(tensors)
-    else:
-        moved = {key: tensor.to(to, non_blocking=True) for key, tensor in tensors.items()}
-    for number, state in enumerate(optimizer.state.values()):
-        state |= {name: moved[name, number] for name in state if (name, number) in moved}
-    for number, param in enumerate(params):
-        param.data = moved.get(("parameter", number), param.data)
+    tensors = [param for group in optimizer.param_groups for param in group["params"]] if with_parameters else []
+    values = (value for state in optimizer.state.values() for value in state.values())
+    # Adam's step counts, which are scalars, are not moved.
+    tensors += [value for value in values if isinstance(value, torch.Tensor) and value.dim()]
+    if not host:
+        host += PinnedBuffer(tensors).tensors
+    for tensor, on_host in zip(tensors, host, strict=True):
+        own = tensor.data
+        tensor.data = own.to(platform.device(), non_blocking=True) if onload else on_host.copy_(own, non_blocking=True)
 
 
 def device_items(*models: TrainedModel) -> dict[str, float]:
@@ -104,24 +77,6 @@ def _stored_bytes(tensors: Iterable[torch.Tensor], exclude: Iterable[torch.Tenso
     return float(sum(sizes.values()) - sum(sizes.get(tensor.untyped_storage().data_ptr(), 0) for tensor in exclude))
 
 
-class FrozenWeights:
-    """Weights that are never updated, with one permanent copy in pinned host memory."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = tensors
-        self._nbytes = [tensor.untyped_storage().nbytes() for tensor in tensors]
-        self._buffer = PinnedBuffer(tensors)
-        self._host = [host.copy_(tensor.detach()) for host, tensor in zip(self._buffer.tensors, tensors, strict=True)]
-
-    @torch.no_grad()
-    def move(self, onload: bool) -> None:
-        """Free the weights' device storage, or allocate it again and fill it from the host copy."""
-        for tensor, host, nbytes in zip(self._tensors, self._host, self._nbytes, strict=True):
-            tensor.untyped_storage().resize_(nbytes if onload else 0)
-            if onload:
-                tensor.copy_(host, non_blocking=True)
-
-
 def frozen_weights(model: TrainedModel) -> list[torch.Tensor]:
     """Return the frozen base weights of a model with adapters, which are in none of Megatron's buffers."""
     return [tensor for name, tensor in model.tensors.items() if name not in model.trained_tensors]
@@ -139,16 +94,24 @@ class PolicyOffloader:
         if communicators:
             self._parts["communicators"] = communicators.move
         self._offloaded_bytes: dict[str, int] = {}  # part -> device bytes that its onload needs
-        self._host_buffers = [HostBuffers() for _ in policy.optimizer.chained_optimizers]
-        self._frozen = FrozenWeights(frozen_weights(policy))
+        self._host_optimizers: list[list[torch.Tensor]] = [[] for _ in policy.optimizer.chained_optimizers]
+        frozen = frozen_weights(policy)
+        sizes = [tensor.untyped_storage().nbytes() for tensor in frozen]
+        self._frozen = list(zip(frozen, PinnedBuffer(frozen).tensors, sizes, strict=True))
+        for tensor, on_host, _ in self._frozen:
+            on_host.copy_(tensor.detach())
         buffers = _buffers(policy)
-        self._host_weights = PinnedBuffer([buffer.param_data for buffer in buffers])
-        for buffer, on_host in zip(buffers, self._host_weights.tensors, strict=True):
+        host_weights = PinnedBuffer([buffer.param_data for buffer in buffers]).tensors
+        for buffer, on_host in zip(buffers, host_weights, strict=True):
             buffer.param_data_cpu = on_host  # Megatron offloads into this tensor instead of allocating its own
 
+    @torch.no_grad()
     def weights(self, onload: bool) -> None:
-        """Offload the model weights to pinned host memory, or onload them."""
-        self._frozen.move(onload)
+        """Offload the model weights to pinned host memory, or onload them. Frozen weights are freed without a copy."""
+        for tensor, on_host, nbytes in self._frozen:
+            tensor.untyped_storage().resize_(nbytes if onload else 0)
+            if onload:
+                tensor.copy_(on_host, non_blocking=True)
         for buffer in _buffers(self._policy):
             move = buffer.reload_from_cpu if onload else buffer.offload_to_cpu
             move(move_params=True, move_grads=False)
@@ -162,9 +125,9 @@ class PolicyOffloader:
                 chunk.offload_grad_buffers()
 
     def optimizer(self, onload: bool) -> None:
-        to = platform.device() if onload else torch.device("cpu")
-        for part, buffers in zip(self._policy.optimizer.chained_optimizers, self._host_buffers, strict=True):
-            move_optimizer(part.optimizer, to, buffers, not part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8)
+        for part, host in zip(self._policy.optimizer.chained_optimizers, self._host_optimizers, strict=True):
+            moves_parameters = not part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+            move_optimizer(part.optimizer, onload, host, moves_parameters)
 
     def move(self, part: str, onload: bool) -> None:
         """Offload or onload one part, such as "optimizer". An onload first waits for enough free device memory."""

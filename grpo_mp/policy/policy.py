@@ -6,27 +6,24 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from grpo_mp.checkpoint.hf_reader import HfReader, check_model
 from grpo_mp.config import TrainerSettings
 from grpo_mp.config.sections import LayoutConfig, ModelConfig, TrainingConfig
 from grpo_mp.distributed.layout import check_layout, model_shape, sets_pipeline_layout
-from grpo_mp.distributed.process_groups import Parallel, broadcast
+from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.models.families import family_of
-from grpo_mp.models.folder_digest import model_digest
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.lora import adapter_params, check_adapters
 from grpo_mp.models.multi_token_prediction import COPIED_EMBEDDING, is_of_mtp
-from grpo_mp.policy.expert_load import ExpertLoad
 from grpo_mp.policy.forward import LossFunction
 from grpo_mp.policy.lora import MergedWeights, add_adapters, initialize
 from grpo_mp.policy.megatron_config import check_fp8, check_overrides, transformer_config
 from grpo_mp.policy.model import PolicyModel
 from grpo_mp.policy.multi_token_prediction import MtpLoss
 from grpo_mp.policy.reference import Reference
-from grpo_mp.policy.routing_replay import RoutingReplay, check_router_replay
+from grpo_mp.policy.routing_replay import ExpertLoad, RoutingReplay, check_router_replay
 from grpo_mp.policy.trained_model import TrainedModel, UpdateReport
 from grpo_mp.policy.weights import clear_weights, load_hf
 from grpo_mp.utils.types import MicroBatch
@@ -57,10 +54,7 @@ class Policy(TrainedModel):
 
         super().__init__(settings, parallel, hf, self.base_params | adapters, load)
         if self.lora:
-            self.base, self.adapters = settings.model.path, self.lora.description
-            first = dist.get_rank(parallel.cpu_group) == 0
-            own = model_digest(self.base) if first else ""
-            self.base_digest = broadcast(own, parallel.cpu_group)
+            self.adapters = self.lora.description
         self.expert_load = ExpertLoad(self.models(), self.config.num_layers, self.config.num_moe_experts or 0)
         self.mtp_loss = MtpLoss(settings.model.mtp_loss_scaling_factor) if settings.model.trains_mtp else None
         if settings.training.router_replay != "none":

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from megatron.core.utils import unwrap_model
@@ -44,8 +43,6 @@ class TrainedModel:
     """Megatron model and optimizer on this rank."""
 
     reference: Reference | None = None  # a second set of weights for the same model
-    base: Path | None = None  # with LoRA: folder of the frozen base weights, which checkpoints leave out
-    base_digest = ""  # of `base`
     adapters = ""  # description of the adapters
     replay: RoutingReplay | None = None
 

@@ -28,7 +28,7 @@ from grpo_mp.monitor.samples import (
     write_samples,
 )
 from grpo_mp.monitor.timeline import StepSummary, Timeline, reduce_over_ranks, step_scalars, summarize
-from grpo_mp.policy.expert_load import ExpertLoad, load_ratios, max_load_ratio
+from grpo_mp.policy.routing_replay import ExpertLoad, load_ratios
 from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.trainer.evaluation import Evaluation
@@ -178,9 +178,9 @@ class StepLogger:
         summary = reduce_over_ranks(summaries)
         record = StepRecord({**memory_metrics(self.memory_tracker.take(), self.parallel), **step_scalars(summary)})
         load = self.expert_load.take(self.parallel.cpu_group)
-        if load is not None and (max_load := max_load_ratio(load)) is not None:
-            record.scalars["train/expert_load/max_over_mean"] = max_load
-            record.histograms["train/expert_load/values"] = load_ratios(load)
+        if load is not None and len(ratios := load_ratios(load)):
+            record.scalars["train/expert_load/max_over_mean"] = float(ratios.max())
+            record.histograms["train/expert_load/values"] = ratios
         return summaries, summary, record
 
     def write(self, step: int, record: StepRecord) -> None:

@@ -20,9 +20,10 @@ from tests.save_policy import save_policy
 from tools.tiny.models import make_tiny, make_tokenizer
 
 
-def make_policy(folder: Path, parallel: Parallel, **shape: Any) -> Policy:
+def make_policy(folder: Path, parallel: Parallel, lora: dict[str, float] | None = None, **shape: Any) -> Policy:
     make_tiny(folder, "deepseek_v3", make_tokenizer(["apples"]), **({"num_hidden_layers": 2} | shape))
-    return Policy(check_settings(BASE | {"model": {"path": folder}}, "test"), parallel, with_reference=False)
+    model = {"path": folder, "lora": lora}
+    return Policy(check_settings(BASE | {"model": model}, "test"), parallel, with_reference=False)
 
 
 def all_chunks(policy: Policy) -> list[TensorChunk]:
@@ -104,7 +105,7 @@ def test_what_is_no_error_of_the_disk_is_raised_as_itself(parallel: Parallel, tm
         on_all_ranks(lambda: fail(OSError("full")), tmp_path, parallel.cpu_group)
 
 
-def test_adapters_are_for_the_weights_that_they_learned_beside(parallel: Parallel, tmp_path: Path) -> None:
+def test_a_checkpoint_of_other_adapters_is_refused(parallel: Parallel, tmp_path: Path) -> None:
     make_tiny(tmp_path / "base", "qwen3", make_tokenizer(["apples"]), num_hidden_layers=1)
     (tmp_path / "saved").mkdir()
     tree = BASE | {"model": {"path": tmp_path / "base", "lora": {"rank": 2, "alpha": 4.0}}}
@@ -120,7 +121,3 @@ def test_adapters_are_for_the_weights_that_they_learned_beside(parallel: Paralle
             UserError, match=rf"adapters are of rank 2 and alpha 4 on all-linear, those of model.lora {words}"
         ):
             load_policy(policy, tmp_path / "saved")
-    make_tiny(tmp_path / "base", "qwen3", make_tokenizer(["apples"]), num_hidden_layers=1, initializer_range=0.07)
-    other = Policy(check_settings(tree, "test"), parallel, with_reference=False)
-    with pytest.raises(UserError, match=r"adapters are for other weights than model\.path has now: restore those"):
-        load_policy(other, tmp_path / "saved")
