@@ -24,7 +24,6 @@ from grpo_mp.checkpoint.run_lock import run_lock
 from grpo_mp.checkpoint.run_state import METRICS, claim_run_folder, complete_checkpoints
 from grpo_mp.config import dump_settings
 from grpo_mp.distributed.process_groups import all_gather
-from grpo_mp.models.folder_digest import model_digest
 from grpo_mp.rollout.journal import GroupJournal
 from grpo_mp.trainer.command_line import command, started_job
 from grpo_mp.trainer.engine_job import EngineJob, read_engine_job, start_engines
@@ -79,7 +78,9 @@ class SamplingJob(EngineJob):
         """Return name -> value of all inputs that determine the answers: settings, weights, prompts and user code."""
         settings = self.settings.model_dump(mode="json", include=SECTIONS)
         decisive = {name: value for name, value in _dotted(settings) if not NEUTRAL.fullmatch(name)}
-        files = {"the model's files": model_digest(self.name), "the prompts": inputs.train.digest}
+        stats = [file.stat() for file in sorted(self.name.rglob("*")) if file.suffix in (".safetensors", ".bin")]
+        weights = " ".join(f"{stat.st_size}:{stat.st_mtime_ns}" for stat in stats)
+        files = {"the model's files": weights, "the prompts": inputs.train.digest}
         return decisive | files | file_digests(settings)
 
 

@@ -1,5 +1,6 @@
 """The loop in layouts that the other runs of this folder do not have."""
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,19 +18,16 @@ from tests.reward_models import expected_scores, make_reward_model
 
 pytestmark = pytest.mark.slow
 TIE = 1e-6
-SOURCE = """
-def rows(name):
-    return [{"question": f"{name} {number}?", "answer": str(number)} for number in range(20)]
-"""
 
 
 def mixture(folder: Path, train: Path, served: bool) -> str:
-    """Three of four prompts are of a file, the others of an own source, each with terms of their own."""
-    (folder / "source.py").write_text(SOURCE)
+    """Three of four prompts are of one file, the others of another, each with terms of their own."""
+    rows = [{"question": f"How many {number}?", "answer": str(number)} for number in range(20)]
+    (folder / "others.jsonl").write_text("\n".join(map(json.dumps, rows)))
     model = ", model: 0.5" * served
     sums = f"sums: {{path: {train}, weight: 3, reward: {{letters: 1.0, answer: 2.0{model}}}}}"
-    source = f"source: '{folder / 'source.py'}:rows'"
-    return f"data.train={{{sums}, others: {{path: How many, {source}, reward: {{letters: -1.0, length: 0.1}}}}}}"
+    others = f"others: {{path: {folder / 'others.jsonl'}, reward: {{letters: -1.0, length: 0.1}}}}"
+    return f"data.train={{{sums}, {others}}}"
 
 
 def check_mixture(run: Path, train: Path, served: float) -> None:
