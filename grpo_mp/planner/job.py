@@ -38,18 +38,6 @@ from grpo_mp.rollout.engine_layout import (
 
 
 @dataclass(frozen=True)
-class AssumedLengths:
-    """Assumed lengths [tokens] of the samples of an update. `mean`, `limit`: of the responses."""
-
-    num_samples: int
-    prompt_tokens: int
-    mean: float
-    limit: int
-    samples_per_prompt: int = 0  # samples that share one packed prompt; 0: prompts are not shared
-    log_std: float = OVERHEADS.response_log_std  # standard deviation of the logarithm of a response's length
-
-
-@dataclass(frozen=True)
 class PackingEstimate:
     """Number of micro-batches of one data-parallel rank, and their padding.
 
@@ -62,13 +50,14 @@ class PackingEstimate:
 
 
 @lru_cache(maxsize=1024)
-def pack_update(lengths: AssumedLengths, rule: PackingRule) -> PackingEstimate:
-    """Plan the micro-batches of one update with these lengths."""
-    tokens = [lengths.prompt_tokens + response for response in response_lengths(lengths)]
-    prompts: list[SamplePrompt] = []
-    if lengths.samples_per_prompt:  # every prompt gets short and long responses
-        num_prompts = -(-lengths.num_samples // lengths.samples_per_prompt)
-        prompts = [SamplePrompt(sample % num_prompts, lengths.prompt_tokens) for sample in range(lengths.num_samples)]
+def pack_update(
+    responses: tuple[int, ...], prompt_tokens: int, samples_per_prompt: int, rule: PackingRule
+) -> PackingEstimate:
+    """Plan the micro-batches of one update. `samples_per_prompt`: that share one packed prompt; 0: not shared."""
+    tokens, prompts = [prompt_tokens + response for response in responses], list[SamplePrompt]()
+    if samples_per_prompt:  # every prompt gets short and long responses
+        num_prompts = -(-len(responses) // samples_per_prompt)
+        prompts = [SamplePrompt(sample % num_prompts, prompt_tokens) for sample in range(len(responses))]
     update = plan_update(tokens, rule, prompts)
     loads = [sum(max(plan.tokens, plan.pad_to) for plan in rank) for rank in update.schedule.ranks]
     busiest = update.padded_size * update.schedule.microbatches or max(loads)
@@ -76,21 +65,21 @@ def pack_update(lengths: AssumedLengths, rule: PackingRule) -> PackingEstimate:
 
 
 @lru_cache(maxsize=64)
-def response_lengths(lengths: AssumedLengths) -> tuple[int, ...]:
-    """Return `num_samples` evenly spaced quantiles of a lognormal distribution, cut off at `limit`.
+def response_lengths(samples: int, mean: float, limit: int) -> tuple[int, ...]:
+    """Return evenly spaced quantiles of a lognormal distribution, cut off at `limit`, in ascending order.
 
     The median is chosen by bisection so that the mean of the lengths is `mean`.
     """
-    scores = [NormalDist().inv_cdf((number + 0.5) / lengths.num_samples) for number in range(lengths.num_samples)]
-    factors = [exp(lengths.log_std * score) for score in scores]
+    scores = [NormalDist().inv_cdf((number + 0.5) / samples) for number in range(samples)]
+    factors = [exp(OVERHEADS.response_log_std * score) for score in scores]
 
     def responses(median: float) -> list[float]:
-        return [min(float(lengths.limit), max(1.0, median * factor)) for factor in factors]
+        return [min(float(limit), max(1.0, median * factor)) for factor in factors]
 
-    low, high = 0.0, lengths.limit / factors[0]  # at the highest median all lengths equal the limit
+    low, high = 0.0, limit / factors[0]  # at the highest median all lengths equal the limit
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if fmean(responses(middle)) < lengths.mean else (low, middle)
+        low, high = (middle, high) if fmean(responses(middle)) < mean else (low, middle)
     return tuple(round(length) for length in responses(high))
 
 
@@ -146,10 +135,7 @@ class PlannedJob:
 
     @property
     def saves_weights_beside(self) -> bool:
-        """Return whether weights are saved in the background.
-
-        This needs weights that nothing swaps or offloads before the next update.
-        """
+        """Return whether weights are saved in the background: nothing swaps or offloads them before the next update."""
         return not (self.has_reference or self.offloads or self.trains_only)
 
     @property
@@ -157,10 +143,6 @@ class PlannedJob:
         """Return the effective `optimizer.offload`: "step" means "none" where no phase offloads."""
         offload = self.settings.optimizer.offload
         return "none" if offload == "step" and not self.offloads else offload
-
-    @property
-    def has_copied_embedding(self) -> bool:
-        return self.hf.tied or self.hf.trains_mtp
 
     def is_moe_layer(self, layer: int) -> bool:
         """Return whether a layer is an MoE layer. The multi-token-prediction layer is like the last decoder layer."""
@@ -191,11 +173,6 @@ class PlannedJob:
     def parameters(self) -> int:
         """Return the parameters of the policy. Parameters replicated by tensor parallelism count once per rank."""
         return self._full_count(self.parameter_counts)
-
-    @property
-    def adapters(self) -> int:
-        """Return the LoRA parameters, counted as in `parameters`; 0 without LoRA."""
-        return self._full_count(self.policy_trained_counts) if self.settings.model.lora else 0
 
     @property
     def trained_parameters(self) -> int:
@@ -293,28 +270,19 @@ class PlannedJob:
         responses = min(rollout.group_size, max(1.0, (self.microbatch_tokens - prompt) / response))
         return (prompt + responses * (prompt + response)) / (prompt + responses * response)
 
-    def responses(self, num_samples: int) -> tuple[int, ...]:
-        return response_lengths(self._lengths(num_samples))
-
-    def _lengths(self, num_samples: int) -> AssumedLengths:
-        rollout = self.settings.rollout
-        return AssumedLengths(
-            num_samples=num_samples,
-            prompt_tokens=self.prompt_tokens,
-            mean=self.mean_response_tokens,
-            limit=rollout.max_response_tokens,
-            samples_per_prompt=rollout.group_size if self.settings.training.share_prompts else 0,
-        )
+    def responses(self, samples: int) -> tuple[int, ...]:
+        """Return assumed lengths of responses [tokens]."""
+        return response_lengths(samples, self.mean_response_tokens, self.settings.rollout.max_response_tokens)
 
     @property
     def packing(self) -> PackingEstimate:
         """Pack an update's micro-batches as the trainer does, with lognormal response lengths of the assumed mean."""
-        training = self.settings.training
-        lengths = self._lengths(max(1, self.settings.samples_per_step // training.updates_per_step))
-        # Packing does not depend on expert parallelism; equal values let `pack_update` reuse its cached result.
-        layout = self.settings.layout.model_copy(update={"expert": 1, "expert_tensor": 1})
+        training, rollout = self.settings.training, self.settings.rollout
+        responses = self.responses(max(1, self.settings.samples_per_step // training.updates_per_step))
+        layout = self.settings.layout
         sizes = (self.dp_size, training.max_tokens_per_microbatch, self.model.hidden_size)
-        return pack_update(lengths, PackingRule(layout, *sizes, padding_multiple(layout, training)))
+        rule = PackingRule(layout, *sizes, padding_multiple(layout, training))
+        return pack_update(responses, self.prompt_tokens, rollout.group_size * training.share_prompts, rule)
 
 
 def make_job(

@@ -176,7 +176,7 @@ def communicator_bytes(job: PlannedJob) -> tuple[float, float]:
     layout, suspended = job.settings.layout, 0.0
     # A rank that only trains has one more communicator, of all ranks of the job, for the weight sync.
     in_use = 0.0 if job.settings.shares_devices else OVERHEADS.communicator
-    for group in communicators(layout, job.train_ranks, bool(job.model.num_experts), job.has_copied_embedding):
+    for group in communicators(layout, job.train_ranks, bool(job.model.num_experts), job.hf.tied or job.hf.trains_mtp):
         in_pairs = group.group == PIPELINE and layout.virtual_pipeline  # one communicator per neighbouring stage
         size = OVERHEADS.communicator * (2 if in_pairs else 1)
         in_node = group.fits_in(job.gpus_per_node)
@@ -307,7 +307,7 @@ def _exports(settings: Settings) -> bool:
 
 def _export_host_bytes(job: PlannedJob) -> float:
     weights = job.per_parameter.weights
-    tensor, folder = _largest_tensor(job.model, 1) * weights, (job.parameters - job.adapters) * weights
+    tensor, folder = _largest_tensor(job.model, 1) * weights, job.parameters * weights
     return min(2 * max(SHARD_BYTES, tensor) + tensor, max(tensor, folder / job.train_ranks))
 
 

@@ -65,5 +65,5 @@ def test_a_layer_that_learns_costs_the_trainer_and_not_the_engines() -> None:
     assert train_use(trained).bubble < train_use(plain).bubble  # 31 and 30 + 1 layers, where it was 31 and 30
     assert sync_use(trained).nvlink_bytes == sync_use(plain).nvlink_bytes
     assert sync_use(drafting).nvlink_bytes > 1.01 * sync_use(job(0.0, **MTP)).nvlink_bytes
-    groups = [communicators(each.settings.layout, 16, True, each.has_copied_embedding) for each in (plain, trained)]
+    groups = [communicators(each.settings.layout, 16, True, each.hf.trains_mtp) for each in (plain, trained)]
     assert {group.group for group in groups[1]} - {group.group for group in groups[0]} == {"EMBEDDING_GROUP"}
