@@ -18,7 +18,7 @@ from grpo_mp.data.cursor import Cursor
 from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.trainer.command_line import command, print_once, started_job
 from grpo_mp.trainer.describe import describe_sft
-from grpo_mp.trainer.loop import TrainingLoop, finish_save, is_due, note_skipped
+from grpo_mp.trainer.loop import is_due
 from grpo_mp.trainer.replica_check import check_replicas
 from grpo_mp.trainer.sft_context import SftContext, open_sft_context
 from grpo_mp.trainer.sft_preflight import SftInputs, run_sft_preflight
@@ -37,19 +37,19 @@ from grpo_mp.utils.phases import Phase
 def fine_tune(ctx: SftContext) -> None:
     """Run supervised fine-tuning: each step minimizes the mean cross-entropy of the batch's loss tokens."""
     run, inputs = ctx.settings.run, ctx.inputs
-    logger = StepLogger.open(ctx, ctx.settings.model_dump(mode="json"), inputs.make_loggers)
+    logger = ctx.open_logger(ctx.settings.model_dump(mode="json"), inputs.make_loggers)
     if ctx.state.step == 0:
         logger.write(0, StepRecord(evaluate(ctx)))
-    with TrainingLoop(ctx, logger) as loop:
-        for step in loop.steps():
+    with ctx.reporting(logger):
+        for step in ctx.steps():
             batch = take_samples(ctx)
             report, measured = update_policy(ctx, batch, step)
             record = step_record(ctx, logger, batch=batch, report=report, measured=measured)
             if is_due(step, run.eval_every, run):
                 record.scalars.update(evaluate(ctx))
-            loop.end_step(step, record)
-        loop.end()
-        if loop.finish() and ctx.parallel.rank == 0:
+            ctx.end_step(step, record)
+        ctx.end()
+        if ctx.finish() and ctx.parallel.rank == 0:
             ctx.progress.finish({}, {})
 
 
@@ -64,11 +64,11 @@ def take_samples(ctx: SftContext) -> SftBatch:
 
 def update_policy(ctx: SftContext, batch: SftBatch, step: int) -> tuple[UpdateReport, dict[str, float]]:
     """Run the step's optimizer update and advance `ctx.state`; return its report and the loss metrics."""
-    finish_save(ctx)
+    ctx.finish_save()
     with ctx.phases.phase(Phase.TRAIN):
         check_replicas(ctx.policy, step)
         report, measured = supervised_update(ctx.policy, batch.packed)
-        skipped_in_a_row = note_skipped(ctx, [report], step)
+        skipped_in_a_row = ctx.note_skipped([report], step)
     ctx.state = replace(
         ctx.state,
         step=step,

@@ -24,7 +24,7 @@ from grpo_mp.trainer.command_line import command, print_once, started_job
 from grpo_mp.trainer.context import RolloutContext, TrainContext, open_context
 from grpo_mp.trainer.describe import describe_run
 from grpo_mp.trainer.logprobs import compute_logprobs
-from grpo_mp.trainer.loop import TrainingLoop, finish_save, is_due, note_skipped
+from grpo_mp.trainer.loop import is_due
 from grpo_mp.trainer.preflight import RunInputs, run_preflight
 from grpo_mp.trainer.replay import FOLDER, RolloutShape, dump_step
 from grpo_mp.trainer.replica_check import check_replicas
@@ -45,8 +45,8 @@ def train(ctx: TrainContext) -> None:
         if not ctx.should_stop():
             evaluate(ctx, logger, record, step=0)
         logger.write(0, record)
-    with TrainingLoop(ctx, logger) as loop:
-        for step in loop.steps():
+    with ctx.reporting(logger):
+        for step in ctx.steps():
             rollouts = ctx.collector.collect(ctx.state, step)  # generate and score
             if ctx.should_stop():
                 break  # a resumed run repeats this step
@@ -61,10 +61,10 @@ def train(ctx: TrainContext) -> None:
             record = logger.step_record(outcome)
             if is_due(step, run.eval_every, run):
                 evaluate(ctx, logger, record, step)
-            loop.end_step(step, record, record.scalars.get("rollout/accuracy"))
-        loop.end()
+            ctx.end_step(step, record, record.scalars.get("rollout/accuracy"))
+        ctx.end()
         keep_rollouts(ctx)
-        if loop.finish() and ctx.parallel.rank == 0:
+        if ctx.finish() and ctx.parallel.rank == 0:
             show_scores(ctx)
 
 
@@ -90,8 +90,7 @@ def generate(ctx: RolloutContext) -> None:
 def open_logger(ctx: TrainContext) -> StepLogger:
     """Open the loggers of the run; a resumed run appends to the records of its finished steps."""
     settings = ctx.settings
-    return StepLogger.open(
-        ctx,
+    return ctx.open_logger(
         settings.model_dump(mode="json"),
         ctx.inputs.extensions.make_loggers,
         epochs=settings.training.epochs,
@@ -164,17 +163,17 @@ def update_critic(ctx: TrainContext, updates: UpdateBatches, step: int) -> list[
     """Train the critic on the step's returns; return a report per update, none without a critic."""
     if not (ctx.critic and ctx.settings.critic):
         return []
-    finish_save(ctx)
+    ctx.finish_save()
     with ctx.phases.phase(Phase.TRAIN, "critic"):
         check_replicas(ctx.critic, step)
         reports = critic_step(ctx.critic, updates, ctx.settings.critic, ctx.settings.training.epochs)
-    ctx.state = replace(ctx.state, critic_skipped_in_a_row=note_skipped(ctx, reports, step, "critic"))
+    ctx.state = replace(ctx.state, critic_skipped_in_a_row=ctx.note_skipped(reports, step, "critic"))
     return reports
 
 
 def update_policy(ctx: TrainContext, rollouts: RolloutBatch, updates: UpdateBatches, step: int) -> list[UpdateReport]:
     """Run the step's optimizer updates, refresh the reference model when due, and advance `ctx.state`."""
-    finish_save(ctx)
+    ctx.finish_save()
     algorithm, epochs = ctx.settings.algorithm, ctx.settings.training.epochs
     with ctx.phases.phase(Phase.TRAIN):
         check_replicas(ctx.policy, step)
@@ -188,7 +187,7 @@ def update_policy(ctx: TrainContext, rollouts: RolloutBatch, updates: UpdateBatc
             adaptive_coefs=ctx.state.adaptive_coefs,
             policy_loss=ctx.inputs.extensions.policy_loss,
         )
-        skipped_in_a_row = note_skipped(ctx, reports, step)
+        skipped_in_a_row = ctx.note_skipped(reports, step)
         updated = update_reference(ctx.policy.reference, algorithm.kl, step)
     state = rollouts.state  # data cursor and curriculum as they are after this step's rollouts
     ctx.state = replace(

@@ -32,7 +32,6 @@ from grpo_mp.trainer.evaluation import Evaluator
 from grpo_mp.trainer.exit import PreemptionHandler
 from grpo_mp.trainer.job import (
     FindCheckpoints,
-    PolicyContext,
     Resumed,
     RunContext,
     build_critic,
@@ -41,6 +40,7 @@ from grpo_mp.trainer.job import (
     open_monitors,
     show_notes,
 )
+from grpo_mp.trainer.loop import PolicyContext
 from grpo_mp.trainer.offload import INITIAL_RESIDENCY, offload_functions, start_engines_first
 from grpo_mp.trainer.phase_manager import PhaseManager, explain_out_of_memory
 from grpo_mp.trainer.preflight import RunInputs
@@ -55,7 +55,7 @@ from grpo_mp.weight_sync.update import PolicyShards, WeightSync, build_weight_sy
 Models = tuple[Policy, Critic | None]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RolloutContext(RunContext):
     """Parts of an RL job that every rank has, including ranks that only host an engine.
 
@@ -91,7 +91,7 @@ class RolloutContext(RunContext):
         return EngineContext(self.job, self.rollout, phases=self.phases, progress=self.progress, recovery=self.recovery)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class TrainContext(RolloutContext, PolicyContext):
     """Context of a training rank in an RL job: adds policy, critic and checkpoint saver to `RolloutContext`."""
 

@@ -19,7 +19,7 @@ from grpo_mp.policy.critic import Critic
 from grpo_mp.policy.policy import Policy
 from grpo_mp.trainer.exit import PreemptionHandler, ignore_more_interrupts, report_error_once
 from grpo_mp.trainer.phase_manager import PhaseManager
-from grpo_mp.trainer.save import CRITIC, CheckpointSaver
+from grpo_mp.trainer.save import CRITIC
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.log import log_file, logging_to
 
@@ -45,7 +45,7 @@ class Monitors:
     progress: Progress
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RunContext:
     """Parts of a job that every rank has. `state`: state of the run after its last finished step."""
 
@@ -61,16 +61,6 @@ class RunContext:
         """Return whether any rank received a signal to stop; equal on all ranks."""
         with self.phases.waiting():
             return self.preemption.requested(self.job.group)
-
-
-@dataclass
-class PolicyContext(RunContext):
-    """Context of a training rank: adds layout, models and checkpoint saver to `RunContext`."""
-
-    parallel: Parallel
-    policy: Policy
-    critic: Critic | None
-    saver: CheckpointSaver
 
 
 @contextmanager

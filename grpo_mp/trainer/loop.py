@@ -1,20 +1,25 @@
 """Work after each step of RL or supervised fine-tuning: logs, guards, exports, checkpoints."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 from grpo_mp.checkpoint.run_state import EXPORTS, FINAL, METRICS
 from grpo_mp.config.sections import RunConfig
-from grpo_mp.distributed.process_groups import all_gather, broadcast
+from grpo_mp.distributed.process_groups import Parallel, all_gather, broadcast
 from grpo_mp.monitor.guards import MetricGuards
+from grpo_mp.monitor.loggers import MakeLogger
 from grpo_mp.monitor.reporter import EARLY_LIMIT_S, LIMIT_S, Reporter
 from grpo_mp.monitor.run_folder import read_metrics
 from grpo_mp.monitor.timeline import merge_traces
+from grpo_mp.policy.critic import Critic
+from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.trained_model import UpdateReport
-from grpo_mp.trainer.job import PolicyContext
-from grpo_mp.trainer.save import export_adapters, export_policy
+from grpo_mp.trainer.job import RunContext
+from grpo_mp.trainer.save import CheckpointSaver, export_adapters, export_policy
 from grpo_mp.trainer.step_logger import StepLogger, StepRecord
 from grpo_mp.utils.errors import EarlyStopError
 from grpo_mp.utils.phases import SAVE_WAIT, Phase
@@ -23,136 +28,132 @@ SHOWN_PARAMETERS = 3  # names in a message
 MAX_SKIPPED_UPDATES = 3  # in a row: the policy has diverged, and further steps would only cost time
 
 
-class TrainingLoop:
-    """Context manager around the step loop: counts steps, and logs, checks guards, exports and saves after each step.
+@dataclass(kw_only=True)
+class PolicyContext(RunContext):
+    """Context of a training rank, and the work around its steps: logs, guards, exports, checkpoints."""
 
-    If the loop raises, the report of the finished steps is still written.
-    """
+    parallel: Parallel
+    policy: Policy
+    critic: Critic | None
+    saver: CheckpointSaver
+    _logger: StepLogger = field(init=False)
+    _guards: MetricGuards = field(init=False)
+    _reporter: Reporter = field(init=False)
+    _first_step: int = field(init=False)
 
-    def __init__(self, ctx: PolicyContext, logger: StepLogger) -> None:
-        settings, folder = ctx.settings, ctx.settings.run.folder
-        self._ctx = ctx
-        self._logger = logger
-        self._first_step = ctx.state.step
-        past = broadcast(read_metrics(folder / METRICS), ctx.parallel.cpu_group)
-        done = [line for line in past if (line["step"] or 0) <= ctx.state.step]
-        self._guards = MetricGuards(settings.monitor.guards, done)
-        every = settings.monitor.report_every if ctx.parallel.rank == 0 else None
-        self._reporter = Reporter(folder, every, ctx.progress.note)
+    def open_logger(
+        self, settings: Mapping[str, Any], make_loggers: Sequence[MakeLogger], **of_samples: Any
+    ) -> StepLogger:
+        """Open the loggers; a resumed run appends to the records of its finished steps. `settings`: for the loggers."""
+        parts = self.parallel, self.timeline, self.progress, self.phases.memory_tracker, self.policy.expert_load
+        logger = StepLogger(self.settings.run.folder, *parts, **of_samples)
+        logger.open(make_loggers, self.state.step + 1 if self.state.step else 0, settings)
+        return logger
 
-    def __enter__(self) -> "TrainingLoop":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self._reporter.finish(LIMIT_S if self.is_done else EARLY_LIMIT_S)
-        else:
+    @contextmanager
+    def reporting(self, logger: StepLogger) -> Iterator[None]:
+        """Log and report the steps of the body; if it raises, the report of the finished steps is still written."""
+        monitor, folder = self.settings.monitor, self.settings.run.folder
+        past = broadcast(read_metrics(folder / METRICS), self.parallel.cpu_group)
+        self._logger, self._first_step = logger, self.state.step
+        self._guards = MetricGuards(monitor.guards, [line for line in past if (line["step"] or 0) <= self.state.step])
+        every = monitor.report_every if self.parallel.rank == 0 else None
+        self._reporter = Reporter(folder, every, self.progress.note)
+        try:
+            yield
+        except BaseException as error:
             self._reporter.end_after(error)
+            raise
+        self._reporter.finish(LIMIT_S if self.is_done else EARLY_LIMIT_S)
 
     @property
     def is_done(self) -> bool:
-        return self._ctx.state.step >= self._ctx.settings.run.steps
+        return self.state.step >= self.settings.run.steps
 
     def steps(self) -> Iterator[int]:
         """Yield the number of each step, until the last step or a stop request."""
-        while not self.is_done and not self._ctx.should_stop():
+        while not self.is_done and not self.should_stop():
             self._logger.begin_step()
-            yield self._ctx.state.step + 1
+            yield self.state.step + 1
 
     def end_step(self, step: int, record: StepRecord, accuracy: float | None = None) -> None:
         """Log a step, check the guards, and export and save when due; raise EarlyStopError if a guard stops the run."""
-        ctx, run = self._ctx, self._ctx.settings.run
+        run = self.settings.run
         self._logger.write(step, record)
-        ctx.progress.step(step, record.scalars, accuracy)
+        self.progress.step(step, record.scalars, accuracy)
         self._reporter.step(step)
         self._guards.check(step, record.scalars)
         if run.export_every and step % run.export_every == 0:
-            export(
-                ctx, run.folder / EXPORTS / f"step_{step:06d}"
-            )  # before the save: a run that resumes from it has this export
+            # Export before the save, so that a run that resumes from the checkpoint has the export.
+            self._export(run.folder / EXPORTS / f"step_{step:06d}")
         if is_due(step, run.save_every, run):
             self._save()
 
     def end(self) -> None:
         """Write the last report and, if missing, the last checkpoint; close the loggers."""
         self._reporter.end(early=not self.is_done)
-        finish_save(self._ctx)
-        if max(self._first_step, self._ctx.saver.saved_step) < self._ctx.state.step:
+        self.finish_save()
+        if max(self._first_step, self.saver.saved_step) < self.state.step:
             self._save()
-            finish_save(self._ctx)
+            self.finish_save()
         self._logger.close()
 
     def finish(self) -> bool:
         """Export the model and merge the traces if all steps are done; return whether they are."""
-        ctx, run = self._ctx, self._ctx.settings.run
+        run = self.settings.run
         if not self.is_done:
-            ctx.progress.note(f"stopped after step {ctx.state.step}: run the same command to resume")
+            self.progress.note(f"stopped after step {self.state.step}: run the same command to resume")
             return False
         if run.export:
-            export(ctx, run.folder / FINAL)
-        if ctx.parallel.rank == 0:
+            self._export(run.folder / FINAL)
+        if self.parallel.rank == 0:
             merge_traces(run.folder)
         return True
 
+    def finish_save(self) -> None:
+        """Wait for the checkpoint written in the background: an update would change its weights."""
+        with self.timeline.span(SAVE_WAIT):
+            self.saver.finish()
+
+    def note_skipped(self, reports: Sequence[UpdateReport], step: int, model: str = "") -> int:
+        """Warn of a step's skipped updates; return the number of consecutive skipped updates at the end of the step.
+
+        `model`: "" for the policy, or "critic". Raises EarlyStopError at MAX_SKIPPED_UPDATES in a row.
+        """
+        skipped = [report for report in reports if report.skipped]
+        if not skipped:
+            return 0
+        count = self.state.critic_skipped_in_a_row if model else self.state.skipped_in_a_row
+        counts = list(accumulate(reports, lambda count, report: (count + 1) * report.skipped, initial=count))[1:]
+        own = {name for report in skipped for name in report.bad_gradients}
+        names = sorted(set().union(*all_gather(own, self.parallel.cpu_group)))
+        text = (
+            f"step {step}: update{f' of the {model}' if model else ''} skipped, {max(counts)} in a row: gradient norm "
+            f"{', '.join(f'{report.grad_norm:.3g}' for report in skipped)}"
+        )
+        if names:
+            more = f" and {len(names) - SHOWN_PARAMETERS} more" if len(names) > SHOWN_PARAMETERS else ""
+            text += f", not finite in {', '.join(names[:SHOWN_PARAMETERS])}{more}"
+        if max(counts) >= MAX_SKIPPED_UPDATES:
+            remedy = f"lower {model or 'optimizer'}.lr, or look at the samples (rollout.dump=true writes all of them)"
+            raise EarlyStopError(f"{text}; the run stops after {MAX_SKIPPED_UPDATES} skipped updates: {remedy}")
+        self.progress.note(f"warning: {text}")
+        return counts[-1]
+
     def _save(self) -> None:
-        with self._ctx.phases.phase(Phase.SAVE):
-            self._ctx.saver.save(self._ctx.state, before=self._logger.flush)
+        with self.phases.phase(Phase.SAVE):
+            self.saver.save(self.state, before=self._logger.flush)
+
+    def _export(self, folder: Path) -> None:
+        """Write the policy as a Hugging Face folder and, with LoRA, its adapters as a peft folder beside it."""
+        model, bucket_bytes = self.settings.model, self.settings.bucket_bytes
+        with self.phases.phase(Phase.SAVE, "export"):
+            if model.lora:
+                adapters = folder.with_name(f"{folder.name}_adapter")
+                export_adapters(self.policy, adapters, model.path, bucket_bytes)
+            export_policy(self.policy, folder, model.path, bucket_bytes, self.settings.run.exports_fp8)
 
 
 def is_due(step: int, every: int, run: RunConfig) -> bool:
     """Return whether `step` is the run's last, or a multiple of `every` (0: never)."""
     return step == run.steps or (every > 0 and step % every == 0)
-
-
-def finish_save(ctx: PolicyContext) -> None:
-    """Wait for the checkpoint written in the background: an update would change its weights."""
-    with ctx.timeline.span(SAVE_WAIT):
-        ctx.saver.finish()
-
-
-def export(ctx: PolicyContext, folder: Path) -> None:
-    """Write the policy as a Hugging Face folder and, with LoRA, its adapters as a peft folder beside it."""
-    model, bucket_bytes = ctx.settings.model, ctx.settings.bucket_bytes
-    with ctx.phases.phase(Phase.SAVE, "export"):
-        if model.lora:
-            export_adapters(ctx.policy, adapter_folder(folder), model.path, bucket_bytes)
-        export_policy(ctx.policy, folder, model.path, bucket_bytes, ctx.settings.run.exports_fp8)
-
-
-def adapter_folder(export: Path) -> Path:
-    """Return the path of the peft folder beside an export folder."""
-    return export.with_name(f"{export.name}_adapter")
-
-
-def note_skipped(ctx: PolicyContext, reports: Sequence[UpdateReport], step: int, model: str = "") -> int:
-    """Warn of a step's skipped updates; return the number of consecutive skipped updates at the end of the step.
-
-    `model`: "" for the policy, or "critic". Raises EarlyStopError at MAX_SKIPPED_UPDATES in a row.
-    """
-    if not any(report.skipped for report in reports):
-        return 0
-    before = ctx.state.critic_skipped_in_a_row if model else ctx.state.skipped_in_a_row
-    counts = count_in_a_row(before, reports)
-    names = all_gather([name for report in reports for name in report.bad_gradients], ctx.parallel.cpu_group)
-    sentence = describe_skipped(reports, sorted(set().union(*names)))
-    text = f"step {step}: update{f' of the {model}' if model else ''} skipped, {max(counts)} in a row: {sentence}"
-    if max(counts) >= MAX_SKIPPED_UPDATES:
-        remedy = f"lower {model or 'optimizer'}.lr, or look at the samples (rollout.dump=true writes all of them)"
-        raise EarlyStopError(f"{text}; the run stops after {MAX_SKIPPED_UPDATES} skipped updates: {remedy}")
-    ctx.progress.note(f"warning: {text}")
-    return counts[-1]
-
-
-def count_in_a_row(before: int, reports: Sequence[UpdateReport]) -> list[int]:
-    """Return the number of consecutive skipped updates after each update; `before`: that number before the step."""
-    skipped = (report.skipped for report in reports)
-    return list(accumulate(skipped, lambda count, is_skipped: count + 1 if is_skipped else 0, initial=before))[1:]
-
-
-def describe_skipped(reports: Sequence[UpdateReport], names: Sequence[str]) -> str:
-    """Return a phrase on the gradients of skipped updates. `names`: parameters with non-finite gradients."""
-    norms = ", ".join(f"{report.grad_norm:.3g}" for report in reports if report.skipped)
-    more = f" and {len(names) - SHOWN_PARAMETERS} more" if len(names) > SHOWN_PARAMETERS else ""
-    return f"gradient norm {norms}" + (f", not finite in {', '.join(names[:SHOWN_PARAMETERS])}{more}" if names else "")

@@ -15,13 +15,13 @@ from grpo_mp.policy.offload import device_items
 from grpo_mp.trainer.exit import PreemptionHandler
 from grpo_mp.trainer.job import (
     FindCheckpoints,
-    PolicyContext,
     Resumed,
     build_policy,
     join_run,
     open_monitors,
     show_notes,
 )
+from grpo_mp.trainer.loop import PolicyContext
 from grpo_mp.trainer.phase_manager import PhaseManager, explain_out_of_memory
 from grpo_mp.trainer.save import CheckpointSaver
 from grpo_mp.trainer.sft_preflight import SftInputs
@@ -29,7 +29,7 @@ from grpo_mp.trainer.sft_preflight import SftInputs
 START = "START"
 
 
-@dataclass
+@dataclass(kw_only=True)
 class SftContext(PolicyContext):
     """Parts of a supervised fine-tuning job on one rank; every rank trains."""
 

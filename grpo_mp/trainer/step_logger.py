@@ -32,7 +32,6 @@ from grpo_mp.policy.routing_replay import ExpertLoad, load_ratios
 from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.trainer.evaluation import Evaluation
-from grpo_mp.trainer.job import PolicyContext
 from grpo_mp.trainer.metrics import (
     collect_metrics,
     critic_metrics,
@@ -84,45 +83,24 @@ class StepLogger:
     parallel: Parallel
     timeline: Timeline
     progress: Progress
-    loggers: Sequence[Logger]  # empty except on rank 0
     memory_tracker: MemoryTracker
     expert_load: ExpertLoad
-    watch: RuleWatch  # has processed the finished steps
     epochs: int = 1
     samples_per_step: int = 0  # groups whose texts are written
     distillation: DistillationConfig | None = None
+    loggers: Sequence[Logger] = ()  # empty except on rank 0
+    watch: RuleWatch = field(default_factory=RuleWatch)  # has processed the finished steps
     _start_ns: int = 0
     _reported_failures: set[str] = field(default_factory=set)
 
-    @classmethod
-    def open(
-        cls,
-        ctx: PolicyContext,
-        settings: Mapping[str, Any],
-        make_loggers: Sequence[MakeLogger],
-        **of_samples: Any,
-    ) -> "StepLogger":
+    def open(self, make_loggers: Sequence[MakeLogger], first_step: int, settings: Mapping[str, Any]) -> None:
         """Open the loggers; remove sample and score files of steps to be repeated. `settings`: for the loggers."""
-        folder = ctx.settings.run.folder
-        first_step = ctx.state.step + 1 if ctx.state.step else 0
-        watch = RuleWatch()
-        writes = ctx.parallel.rank == 0
-        if writes:
-            drop_later_files(folder, first_step)
-        loggers = open_loggers(make_loggers if writes else (), folder, first_step, settings)
-        for line in read_metrics(folder / METRICS) if writes else ():
-            watch.step(line)
-        return cls(
-            folder,
-            ctx.parallel,
-            timeline=ctx.timeline,
-            progress=ctx.progress,
-            loggers=loggers,
-            memory_tracker=ctx.phases.memory_tracker,
-            expert_load=ctx.policy.expert_load,
-            watch=watch,
-            **of_samples,
-        )
+        if self.parallel.rank:
+            return
+        drop_later_files(self.folder, first_step)
+        self.loggers = open_loggers(make_loggers, self.folder, first_step, settings)
+        for line in read_metrics(self.folder / METRICS):
+            self.watch.step(line)
 
     def begin_step(self) -> None:
         self.timeline.take()

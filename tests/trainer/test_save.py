@@ -18,14 +18,12 @@ from grpo_mp.checkpoint.hf_reader import HfReader
 from grpo_mp.checkpoint.run_state import MANIFEST, TrainState, checkpoint_folder, latest_checkpoint, read_manifest
 from grpo_mp.config import load_settings
 from grpo_mp.distributed.process_groups import Parallel
-from grpo_mp.monitor.reporter import Reporter
 from grpo_mp.platform.pinned import PinnedBuffer
 from grpo_mp.policy.checkpoint import local_weight_chunks, optimizer_chunks
 from grpo_mp.policy.policy import Policy
 from grpo_mp.trainer.job import build_policy
-from grpo_mp.trainer.loop import TrainingLoop
+from grpo_mp.trainer.loop import PolicyContext
 from grpo_mp.trainer.save import CheckpointSaver
-from grpo_mp.trainer.step_logger import StepLogger
 from grpo_mp.utils.errors import DiskError
 from tests.conftest import TinyRun
 from tests.trainer.one_step import OneStep, make_batch
@@ -231,13 +229,12 @@ def test_a_run_that_fails_completes_its_last_checkpoint(
     assert latest_checkpoint(tmp_path) == checkpoint_folder(tmp_path, 1)
 
 
-def loop_of(ctx: Any, first_step: int = 0) -> TrainingLoop:
-    """A loop that logs and reports nothing."""
-    made = object.__new__(TrainingLoop)
-    made._ctx, made._first_step = ctx, first_step
-    made._logger = cast(StepLogger, SimpleNamespace(flush=lambda: None, close=lambda: None))
-    made._reporter = cast(Reporter, SimpleNamespace(end=lambda early: None))
-    return made
+def context_of(first_step: int = 0, **parts: Any) -> PolicyContext:
+    """A context that logs and reports nothing."""
+    ctx: Any = object.__new__(PolicyContext)
+    logger = SimpleNamespace(flush=lambda: None, close=lambda: None)
+    vars(ctx).update(parts, _logger=logger, _reporter=SimpleNamespace(end=lambda early: None), _first_step=first_step)
+    return cast(PolicyContext, ctx)
 
 
 def test_a_run_that_is_stopped_behind_its_last_save_saves_again(
@@ -245,17 +242,17 @@ def test_a_run_that_is_stopped_behind_its_last_save_saves_again(
 ) -> None:
     trainer, nothing = make_trainer(tiny_run, parallel, tmp_path), lambda *_: nullcontext()
     with saver_of(trainer) as saver:
-        ctx: Any = SimpleNamespace(
-            saver=saver,
-            settings=trainer.settings,
-            state=TrainState(step=2),
-            phases=SimpleNamespace(phase=nothing),
-            timeline=SimpleNamespace(span=nothing),
-        )
-        loop_of(ctx, first_step=2).end()  # it was stopped before its first step
+        parts: dict[str, Any] = {
+            "saver": saver,
+            "settings": trainer.settings,
+            "state": TrainState(step=2),
+            "phases": SimpleNamespace(phase=nothing),
+            "timeline": SimpleNamespace(span=nothing),
+        }
+        context_of(2, **parts).end()  # it was stopped before its first step
         assert latest_checkpoint(tmp_path) is None
-        loop_of(ctx).end()
+        context_of(**parts).end()
         assert latest_checkpoint(tmp_path) == checkpoint_folder(tmp_path, 2)
         written = (checkpoint_folder(tmp_path, 2) / MANIFEST).stat().st_mtime_ns
-        loop_of(ctx).end()  # it is whole
+        context_of(**parts).end()  # it is whole
         assert (checkpoint_folder(tmp_path, 2) / MANIFEST).stat().st_mtime_ns == written

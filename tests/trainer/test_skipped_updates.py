@@ -12,7 +12,7 @@ from grpo_mp.algorithms.losses import load_policy_loss
 from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.policy.trained_model import UpdateReport
-from grpo_mp.trainer.loop import note_skipped
+from grpo_mp.trainer.loop import PolicyContext
 from grpo_mp.trainer.update import train_step
 from grpo_mp.utils.errors import EarlyStopError
 from grpo_mp.utils.types import MicroBatch
@@ -82,11 +82,11 @@ def test_skipped_updates_in_a_row_stop_the_run(parallel: Parallel, model: str) -
     ctx: Any = SimpleNamespace(parallel=parallel, progress=SimpleNamespace(note=notes.append))
     ctx.state = TrainState()
     done, skipped = UpdateReport([], 1.0, 0.1, False), UpdateReport([], torch.nan, 0.1, True, bad_gradients=("a",))
-    assert note_skipped(ctx, [done, done], 4, model) == 0
-    assert note_skipped(ctx, [skipped, done, skipped], 5, model) == 1
+    assert PolicyContext.note_skipped(ctx, [done, done], 4, model) == 0
+    assert PolicyContext.note_skipped(ctx, [skipped, done, skipped], 5, model) == 1
     sentence = "skipped, 1 in a row: gradient norm nan, nan, not finite in a"
     assert notes == [f"warning: step 5: update{' of the critic' if model else ''} {sentence}"]
     ctx.state = replace(ctx.state, **{f"{'critic_' if model else ''}skipped_in_a_row": 1})
-    assert note_skipped(ctx, [skipped], 6, model) == 2
+    assert PolicyContext.note_skipped(ctx, [skipped], 6, model) == 2
     with pytest.raises(EarlyStopError, match=r"^step 7: .* 3 in a row: .* after 3 skipped updates: "):
-        note_skipped(ctx, [skipped, skipped], 7, model)
+        PolicyContext.note_skipped(ctx, [skipped, skipped], 7, model)
