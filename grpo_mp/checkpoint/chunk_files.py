@@ -122,17 +122,11 @@ def write_index(folder: Path, written: Iterable[WrittenChunks]) -> None:
 
 def read_index(folder: Path) -> Mapping[str, StoredTensor]:
     """Return the stored tensors of a folder by chunk name, from its index."""
-    try:
-        return {
-            name: StoredTensor(
-                tuple(entry["shape"]),
-                getattr(torch, entry["dtype"]),
-                [StoredPiece(file, start, tuple(at), tuple(sizes)) for file, start, at, sizes in entry["pieces"]],
-            )
-            for name, entry in read_json(folder / INDEX).items()
-        }
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"{folder / INDEX} is damaged: copy it again") from error
+    index: dict[str, StoredTensor] = {}
+    for name, entry in read_json(folder / INDEX).items():
+        pieces = [StoredPiece(file, at, tuple(offsets), tuple(sizes)) for file, at, offsets, sizes in entry["pieces"]]
+        index[name] = StoredTensor(tuple(entry["shape"]), getattr(torch, entry["dtype"]), pieces)
+    return index
 
 
 def read_chunks(chunks: Iterable[TensorChunk], folder: Path) -> None:

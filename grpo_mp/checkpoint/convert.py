@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from grpo_mp.checkpoint.chunk_files import INDEX, WEIGHT, read_index, read_tensor
 from grpo_mp.checkpoint.hf_reader import HfReader, check_finite, check_model, has_hf_weights, is_non_policy_tensor
-from grpo_mp.checkpoint.hf_writer import copy_aux_files, incomplete_folder, shard_name, write_index
+from grpo_mp.checkpoint.hf_writer import copy_aux_files, incomplete_folder, save_tensors, shard_name, write_index
 from grpo_mp.checkpoint.run_state import SETTINGS
 from grpo_mp.checkpoint.torch_dist import TorchDistReader, merge_parts, slot_of, write_part
 from grpo_mp.models.families import family_of
@@ -193,7 +192,7 @@ def _model_of(checkpoint: Path) -> Path:
 
 
 def _save(file: Path, tensors: list[tuple[str, Tensor]]) -> None:
-    save_file({name: tensor.contiguous() for name, tensor in tensors}, file, metadata={"format": "pt"})
+    save_tensors(file, {name: tensor.contiguous() for name, tensor in tensors})
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,7 @@ def write_shards(
     """Write tensors to shards of at most `shard_bytes`, or one tensor; return the shards' temporary file names.
 
     One shard is written while the next is filled from `tensors`, so at most two shards and one tensor are in memory.
-    Several writers may run at the same time.
-    `writer`: number of this writer, which is part of its file names.
+    `writer`: number of this writer; several may run at the same time.
     """
     shards: list[str] = []
     with ThreadPoolExecutor(1, thread_name_prefix="export") as pool:
@@ -60,13 +59,18 @@ def write_shards(
 
 def _write_shard(folder: Path, file: str, tensors: dict[str, torch.Tensor]) -> str:
     path = incomplete_folder(folder) / file
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # safetensors raises it instead of OSError, for example if the disk is full
-        raise OSError(f"{file}: {error}") from error
+    save_tensors(path, tensors)
     sync_to_disk(path)  # here, because only the machine that wrote the file has it in its page cache
     tensors.clear()
     return file
+
+
+def save_tensors(file: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write a safetensors file."""
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:  # safetensors raises it instead of OSError, for example if the disk is full
+        raise OSError(f"{file.name}: {error}") from error
 
 
 def complete_hf(folder: Path, shards: Sequence[str], like: Path, fp8: bool = False) -> None:

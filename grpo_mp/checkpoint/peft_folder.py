@@ -1,15 +1,12 @@
 """Write adapters as a folder that peft loads: adapter_config.json and adapter_model.safetensors."""
 
-import shutil
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
-from grpo_mp.checkpoint.hf_writer import incomplete_folder, replace_folder
+from grpo_mp.checkpoint.hf_writer import begin_hf, incomplete_folder, replace_folder, save_tensors
 from grpo_mp.config.sections import LoraConfig
 from grpo_mp.utils.files import sync_to_disk, write_json
 
@@ -64,13 +61,8 @@ def write_peft(
     `adapter_config`.
     """
     own, incomplete = dict(tensors), incomplete_folder(folder)
-    shutil.rmtree(incomplete, ignore_errors=True)
-    incomplete.mkdir(parents=True)
-    named = {PREFIX + name: tensor.contiguous() for name, tensor in own.items()}
-    try:
-        save_file(named, incomplete / WEIGHTS, metadata={"format": "pt"})
-    except SafetensorError as error:  # safetensors raises it instead of OSError, for example if the disk is full
-        raise OSError(f"{WEIGHTS}: {error}") from error
+    begin_hf(folder)
+    save_tensors(incomplete / WEIGHTS, {PREFIX + name: tensor.contiguous() for name, tensor in own.items()})
     write_json(incomplete / CONFIG, adapter_config(lora, model, own, expert_projections))
     for path in (*incomplete.iterdir(), incomplete):
         sync_to_disk(path)

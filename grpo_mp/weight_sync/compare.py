@@ -9,17 +9,12 @@ import torch
 
 LEAST_LIMIT = 1e-4  # nats; in any precision, a smaller mean difference does not matter to importance weights
 # The factors are multiples of the mean effect of rounding noise on the policy's own logprobs on the same tokens
-# (policy/rounding.py). If e is the error of one computation by all its roundings, two equally accurate computations
-# differ by sqrt(2) e. The noise adds one rounding at each linear layer, so the policy with and without noise differ by
-# about as much, and the quotient is below 1 for a correct engine. Measured quotients for other attention kernels and
-# for float32: 0.65 to 0.84 in models of 2 to 32 layers and hidden size 64 to 512, and 0.70 and 0.79 in a trained model
-# of 30 layers and hidden size 576. In the latter an attention scale that is wrong by 10 % gives 2.8, and a rope theta
-# that is ten times too small gives 4.8.
+# (policy/rounding.py). Measured quotients of correct engines: 0.65 to 0.84 in models of 2 to 32 layers. In a trained
+# model of 30 layers an attention scale that is wrong by 10 % gives 2.8, and a rope theta ten times too small 4.8.
 ROUNDING_FACTOR = 1.5  # up to this factor an engine passes
 WRONG_FACTOR = 2.5  # above this factor rounding cannot explain the difference; in between, a warning names its origin
-# Second check of MoE models, on several sets of sequences without the tokens that differ most. If rounding decides
-# between two experts, policy and engine may route a token differently although all weights are equal; in float32 this
-# happens to one token in tens of thousands. A wrong tensor affects more tokens, even that of a rarely chosen expert.
+# Second check of MoE models, on several sets of sequences without the tokens that differ most: if rounding decides
+# between two experts, policy and engine may route a token differently although all weights are equal.
 RECHECK_SETS = 8
 MAX_ROUTING_TIES = 3
 # limits of a set: at least 4 prompts, more if they are short
