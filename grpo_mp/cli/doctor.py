@@ -70,7 +70,6 @@ def _model(args: argparse.Namespace) -> int:
     from grpo_mp.checkpoint.hf_reader import has_hf_weights
     from grpo_mp.doctor.model import compare_models, random_tokens
     from grpo_mp.models.hf_config import HfConfig
-    from grpo_mp.policy.load_models import check_memory
 
     hf = HfConfig.read(args.folder)
     if not has_hf_weights(args.folder):
@@ -78,7 +77,6 @@ def _model(args: argparse.Namespace) -> int:
     longest = hf.int("max_position_embeddings")
     if not 2 <= args.length <= longest:
         raise UserError(f"--length {args.length}: the model takes 2 to {longest} tokens")
-    check_memory(args.folder, "run it on a larger machine")
     tokens = random_tokens(hf.int("vocab_size"), args.sequences, args.length)
     findings = compare_models(args.folder, tokens, args.dtype, [args.without])
     print(render(findings))

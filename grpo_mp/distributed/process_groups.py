@@ -2,10 +2,9 @@
 
 import datetime
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -213,11 +212,6 @@ def replica_groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     dense: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True)
     experts: dist.ProcessGroup = parallel_state.get_expert_data_parallel_group()
     return dense, experts
-
-
-def context_reduction(parallel: Parallel) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return `sum_over_context` with `parallel` bound."""
-    return partial(sum_over_context, parallel=parallel)
 
 
 @contextmanager

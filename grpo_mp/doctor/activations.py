@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from grpo_mp import platform
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.policy.forward import sequence_logits
-from grpo_mp.policy.load_models import policy_model, transformers_model
+from grpo_mp.policy.load_models import policy_tensors, transformers_model
 from grpo_mp.rollout.client import EngineClient
 from grpo_mp.rollout.engine_args import FP32_HEAD, EngineSpec
 from grpo_mp.rollout.server import EngineProcess
@@ -111,7 +111,7 @@ def run_policy(folder: Path, tokens: Tensor, dtype: str) -> Activations:
             lambda _, __, output: recorder.add_experts(layer, _experts_of_map(output[1]))
         ),
     }
-    with policy_model(folder, dtype) as model:
+    with policy_tensors(folder, dtype) as (model, _):
         _tap(model, taps)
         logits = [sequence_logits(model, row)[:, :vocab_size] for row in tokens]
     return recorder.activations([token_logprobs(*each) for each in zip(logits, tokens, strict=True)])

@@ -46,7 +46,10 @@ def prepare() -> None:
     # Communicators with NVLink multicast (NVLS) keep their memory when NCCL suspends them (NVIDIA/nccl#2337).
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     if on_cuda():
-        torch._C._accelerator_setAllocatorSettings(allocator_settings(os.environ))
+        settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+        if PINNED not in settings:
+            # Otherwise pinned memory is rounded up to powers of two, which adds about a third.
+            torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (settings, f"{PINNED}:1"))))
         return
     # A CUDA build of torch warns if it finds nvcc but no GPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
@@ -54,15 +57,6 @@ def prepare() -> None:
     from grpo_mp.platform.megatron_patches import AFTER_IMPORT
 
     install_import_hook(AFTER_IMPORT)
-
-
-def allocator_settings(environment: Mapping[str, str]) -> str:
-    """Return the user's allocator settings, with a limit above which pinned memory is not rounded up.
-
-    Rounding to powers of two would add about a third. A limit that the user has set is kept.
-    """
-    settings = environment.get("PYTORCH_ALLOC_CONF") or environment.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    return settings if PINNED in settings else ",".join(filter(None, (settings, f"{PINNED}:1")))
 
 
 def device() -> torch.device:

@@ -2,10 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from math import ceil
 from pathlib import Path
 
-import psutil
 import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
@@ -19,22 +17,8 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.policy.megatron_config import transformer_config
 from grpo_mp.policy.model import build_chunks
 from grpo_mp.policy.weights import load_hf, local_tensors
-from grpo_mp.utils.errors import UserError
-from grpo_mp.utils.phases import GIB
 
-WEIGHT_COPIES = 2  # the tensors read from files, and those of the model
 TIMEOUT_S = 600.0  # of the process group of one rank
-
-
-def check_memory(folder: Path, advice: str) -> None:
-    """Check that the model fits into this machine's free memory in float32. `advice`: ends the error message."""
-    hf, free = HfConfig.read(folder), psutil.virtual_memory().available
-    params = family_of(hf).params(hf).values()
-    needed = WEIGHT_COPIES * 4 * sum(param.num_elements for param in params if not param.alias)
-    if needed > free:
-        raise UserError(
-            f"{folder}: running it takes {ceil(needed / GIB)} GiB in float32 and {free // GIB} GiB are free: {advice}"
-        )
 
 
 def transformers_model(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -51,15 +35,8 @@ def transformers_model(folder: Path, dtype: torch.dtype = torch.float32) -> nn.M
 
 
 @contextmanager
-def policy_model(folder: Path, dtype: str = "float32") -> Iterator[nn.Module]:
-    """Yield the unsharded Megatron model of a Hugging Face folder, to be run with `sequence_logits`."""
-    with policy_tensors(folder, dtype) as (model, _):
-        yield model
-
-
-@contextmanager
 def policy_tensors(folder: Path, dtype: str = "float32") -> Iterator[tuple[nn.Module, dict[str, torch.Tensor]]]:
-    """Yield the model as `policy_model` does, and its tensors by full-model name."""
+    """Yield the unsharded Megatron model of a Hugging Face folder, for `sequence_logits`, and its tensors by name."""
     hf = HfConfig.read(folder)
     layout = LayoutConfig()
     training = TrainingConfig()

@@ -14,25 +14,14 @@ class Reference:
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self._tensors = tensors
         values = [tensor.detach() for tensor in tensors.values()]
-        self._buffer = PinnedBuffer(values)
-        self._host = dict(zip(tensors, map(torch.Tensor.copy_, self._buffer.tensors, values), strict=True))
-
-    @property
-    def host_tensors(self) -> dict[str, torch.Tensor]:
-        return self._host
+        copies = map(torch.Tensor.copy_, PinnedBuffer(values).tensors, values)
+        self.host_tensors = dict(zip(tensors, copies, strict=True))
 
     @torch.no_grad()
-    def update(self, mix: float) -> None:
+    def update(self, mix: float = 1.0) -> None:
         """Set the reference to mix * policy + (1 - mix) * reference, as TRL's sync_ref_model does."""
         for name, tensor in self._tensors.items():
-            host = self._host[name]
-            host.copy_(host.lerp(tensor.detach().to(host.device), mix))
-
-    @torch.no_grad()
-    def take(self) -> None:
-        """Set the reference to the policy's current weights."""
-        for name, tensor in self._tensors.items():
-            self._host[name].copy_(tensor)
+            self.host_tensors[name].lerp_(tensor.detach().to("cpu"), mix)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -48,5 +37,5 @@ class Reference:
         """Exchange the weights of the reference and of the policy."""
         for name, tensor in self._tensors.items():
             policy = tensor.detach().clone()
-            tensor.copy_(self._host[name])
-            self._host[name].copy_(policy)
+            tensor.copy_(self.host_tensors[name])
+            self.host_tensors[name].copy_(policy)

@@ -49,7 +49,7 @@ class EngineRecovery:
     def keep_weights(self) -> None:
         """Copy the policy's weights to `former` before an update."""
         if self.former:
-            self.former.take()
+            self.former.update()
 
     def run(self, former: bool = False) -> bool:
         """Wait for lost engines to restart and send them the weights; return whether any engine was lost.

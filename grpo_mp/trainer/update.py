@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain, repeat
 
 from grpo_mp.algorithms.loss_metrics import compute_metrics
@@ -10,7 +11,7 @@ from grpo_mp.algorithms.policy_losses import PolicyLoss
 from grpo_mp.algorithms.settings import AlgorithmConfig, KLConfig
 from grpo_mp.algorithms.values import make_value_loss
 from grpo_mp.config import CriticConfig
-from grpo_mp.distributed.process_groups import context_reduction
+from grpo_mp.distributed.process_groups import sum_over_context
 from grpo_mp.policy.critic import Critic
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.reference import Reference
@@ -32,7 +33,7 @@ def train_step(
     The adaptive loss coefficients change after every update that is not skipped.
     """
     reports, adaptive_coefs = list[UpdateReport](), dict(adaptive_coefs)
-    reduce = context_reduction(policy.parallel)
+    reduce = partial(sum_over_context, parallel=policy.parallel)
     for update in chain.from_iterable(repeat(updates, epochs)):
         weights = current_coefficients(adaptive_coefs, algorithm)
         report = policy.update(update, make_loss(algorithm, weights, reduce, policy_loss))

@@ -12,7 +12,7 @@ from grpo_mp.checkpoint.hf_reader import check_layers
 from grpo_mp.models.families import FAMILIES, TRANSFORMERS_NAMES, family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.policy.forward import sequence_logits
-from grpo_mp.policy.load_models import policy_model, transformers_model
+from grpo_mp.policy.load_models import policy_tensors, transformers_model
 from grpo_mp.utils.errors import UserError
 from tests.models.published import PUBLISHED
 from tools.tiny.models import TINY_CONFIGS, make_tiny, make_tokenizer
@@ -86,7 +86,7 @@ def test_logits_of_a_config_of_transformers_5(family: str, tmp_path: Path) -> No
     file.write_text(json.dumps({name: value for name, value in values.items() if name != "num_experts"}))
     tokens = torch.randint(values["vocab_size"], (4, 32), generator=torch.Generator().manual_seed(0))
     expected = transformers_model(tmp_path / "model")(tokens).logits
-    with policy_model(tmp_path / "model") as policy:
+    with policy_tensors(tmp_path / "model") as (policy, _):
         logits = torch.stack([sequence_logits(policy, row)[:, : values["vocab_size"]] for row in tokens])
     assert float((logits - expected).abs().max() / expected.abs().max()) <= TOLERANCE
 

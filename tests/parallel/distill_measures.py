@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from grpo_mp.algorithms.loss_metrics import compute_metrics
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.batching.exchange import all_gather_sample_info
 from grpo_mp.batching.step_batch import Assembly, assemble_step_batch
-from grpo_mp.distributed.process_groups import context_reduction
+from grpo_mp.distributed.process_groups import sum_over_context
 from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.trainer.logprobs import compute_logprobs
 from grpo_mp.trainer.metrics import reduce_report
@@ -54,7 +55,7 @@ def distilled(bench: Bench) -> Result:
     assembly = Assembly(settings, parallel, SMALL["hidden_size"], estimator, {})
     batch = assemble_step_batch(groups, infos, 1, assembly)
     (update,) = compute_logprobs(policy, batch, algorithm, training.epochs, adaptive_coefs={})
-    losses = policy.compute_gradients(update, loss_of(algorithm, reduce=context_reduction(parallel)))
+    losses = policy.compute_gradients(update, loss_of(algorithm, reduce=partial(sum_over_context, parallel=parallel)))
     return {
         "shards": _gradients(policy),
         "held": _held(policy),

@@ -4,7 +4,7 @@ import resource
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from grpo_mp.checkpoint.hf_reader import HfReader
 from grpo_mp.config import Settings
 from grpo_mp.distributed.coordinates import shard_holders
 from grpo_mp.distributed.layout import model_shape
-from grpo_mp.distributed.process_groups import Parallel, all_gather, context_reduction
+from grpo_mp.distributed.process_groups import Parallel, all_gather, sum_over_context
 from grpo_mp.models.fp8 import SCALE, quantize
 from grpo_mp.models.mapping import Param
 from grpo_mp.planner.pipeline_layout import layers_of_stages, with_mtp_layer
@@ -367,7 +367,7 @@ def family(bench: Bench) -> Result:
         batch = assemble_step_batch(groups, infos, 1, assembly)
         (update,) = compute_logprobs(policy, batch, algorithm, training.epochs, adaptive_coefs={})
         update = [replace(one, old_logprobs=one.rollout_logprobs + 0.1 * torch.cos(one.targets)) for one in update]
-        policy.compute_gradients(update, loss_of(algorithm, reduce=context_reduction(parallel)))
+        policy.compute_gradients(update, loss_of(algorithm, reduce=partial(sum_over_context, parallel=parallel)))
         gradients[name] = {"shards": _gradients(policy), "held": _held(policy)}
     return gradients
 
