@@ -106,7 +106,7 @@ def _rule_bytes(job: PlannedJob, rule: Rule) -> float:
     # Outside the layers, only the embedding is divided as attention is, and the output layer with enable_dp_lm_head.
     embeds = rule.name.startswith("embedding") or job.settings.engine.args.get("enable_dp_lm_head")
     like_layers = "layers" in rule.name or embeds
-    tensor = parallelism.divisor(rule.name, routed_expert=False)[0] if like_layers else parallelism.gpus
+    tensor = parallelism.divisor(rule.name) if like_layers else parallelism.gpus
     count = rule_parameters(rule, tensor, parallelism.expert, parallelism.expert_tensor)
     return count.total * bytes_per_element(job, rule)
 

@@ -31,7 +31,7 @@ from grpo_mp.policy.parameter_bytes import BytesPerParameter, bytes_per_paramete
 from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rollout.engine_layout import (
     EngineParallelism,
-    check_engine_parallelism,
+    engine_parallelism,
     engine_placements,
     engine_uses_fp8,
 )
@@ -221,10 +221,10 @@ class PlannedJob:
     def engine_parallelism(self) -> EngineParallelism:
         """Return how an engine divides the model.
 
-        Raise UserError if engine.gpus_per_engine and engine.args contradict each other, the model or FP8 blocks.
+        Raise UserError if engine.gpus_per_engine and engine.args contradict each other or the model.
         """
         engine = self.settings.engine
-        return check_engine_parallelism(engine.gpus_per_engine, engine.args, self.hf)
+        return engine_parallelism(engine.gpus_per_engine, engine.args, self.hf)
 
     @property
     def engine_uses_fp8(self) -> bool:

@@ -91,12 +91,6 @@ LAUNCHER_PREFIXES = ("LOCAL_RANK", "LOCAL_WORLD_", "GROUP_", "ROLE_", "TORCHELAS
 # Arguments with which SGLang loads a model class other than, or in addition to, the class in config.json.
 MODEL_CLASS_ARGUMENTS = {"speculative_algorithm", "model_impl", "json_model_override_args"}
 
-# Attention backends of SGLang 0.5.23 whose results do not depend on the batch, and the subset for which this also holds
-# with a cached prefix or with latent attention.
-INVARIANT = ("fa3", "fa4", "flashinfer", "triton")
-INVARIANT_WITH_CACHE = ("fa3", "fa4", "triton")
-BACKENDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
-
 
 @dataclass(frozen=True)
 class EngineSpec:
@@ -267,22 +261,6 @@ def check_tool_parser(name: str) -> None:
         raise UserError(
             f"rollout.tool_parser={name}: the installed SGLang has no such parser{hint}: {', '.join(known)}"
         )
-
-
-def check_determinism(args: Mapping[str, Any], hf: HfConfig, cpu: bool) -> None:
-    """Check that the attention backends in `engine.args` are batch-invariant; SGLang checks only one of BACKENDS."""
-    if cpu:
-        return
-    latent = bool(hf.get("kv_lora_rank"))
-    allowed = INVARIANT_WITH_CACHE if latent else INVARIANT
-    for name in BACKENDS:
-        backend = args.get(name)
-        if backend is not None and backend not in allowed:
-            of = " with latent attention" if latent else ""
-            raise UserError(
-                f"engine.args.{name}={backend}: with engine.deterministic=true the kernels of a GPU must not depend on "
-                f"the batch: set one of {', '.join(allowed)}{of}, or leave it out{did_you_mean(str(backend), allowed)}"
-            )
 
 
 def speculative_arguments(engine: EngineConfig, group_size: int) -> dict[str, Any]:

@@ -113,15 +113,11 @@ class EngineParallelism:
         """Return whether the engine's GPU `index` holds a routed expert or a part of it."""
         return self.moves_experts or expert // (self.num_experts // self.expert) == index // self.expert_tensor
 
-    def divisor(self, name: str, routed_expert: bool) -> tuple[int, str]:
-        """Return the number of GPUs that a matrix is divided over, and the settings that determine this number."""
-        if routed_expert:
-            return self.expert_tensor, "engine.gpus_per_engine / engine.args.ep_size"
+    def divisor(self, name: str) -> int:
+        """Return the number of GPUs that a matrix outside the routed experts is divided over."""
         if "shared_experts" in name:
-            return self.shared_tensor, "engine.gpus_per_engine"
-        if ".mlp." in name:
-            return self.dense_tensor, "engine.args.moe_dense_tp_size, else engine.gpus_per_engine"
-        return self.attention_tensor, "engine.gpus_per_engine / engine.args.attn_dp_size"
+            return self.shared_tensor
+        return self.dense_tensor if ".mlp." in name else self.attention_tensor
 
 
 def read_argument(args: Mapping[str, Any], name: str, default: Number) -> Number:
@@ -183,37 +179,6 @@ def expert_alignment(
     backend = args.get("moe_runner_backend", "auto")
     may_pad = backend in PADDING_MOE_BACKENDS or (backend == "auto" and capability >= BLACKWELL)
     return BLOCK if fp8 or may_pad else 1
-
-
-def check_engine_parallelism(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> EngineParallelism:
-    """Return an engine's parallel sizes on GPUs; raise UserError if a GPU's part of a matrix would cut an FP8 block."""
-    parallelism = engine_parallelism(gpus, args, hf)
-    misaligned = _first_misaligned_matrix(parallelism, hf) if engine_uses_fp8(args, hf, cpu=False) else None
-    if misaligned:
-        raise UserError(f"engine.args.quantization=fp8: {misaligned}: use fewer GPUs or bfloat16 weights")
-    return parallelism
-
-
-def _first_misaligned_matrix(parallelism: EngineParallelism, hf: HfConfig) -> str | None:
-    """Return a description of the first matrix whose part on a GPU is not whole FP8 blocks; None if there is none."""
-    examples = [rule.example() for rule in family_of(hf).rules(hf) if rule.layers]
-    for param in (param for param in examples if param.is_projection):
-        count, setting = parallelism.divisor(param.name, param.expert is not None)
-        fused = len(param.hf) > 1 or param.expert is not None  # SGLang concatenates such matrices
-        if param.tp_dim is None or not (fused or count > 1):
-            continue
-        for index, (name, shape) in enumerate(zip(param.hf, param.shapes, strict=True)):
-            size = shape[param.tp_dim]
-            part = size / count
-            if param.fuse == "qkv" and index:
-                part = max(part, param.head_dim)  # with fewer KV heads than GPUs, SGLang replicates the heads
-            if part % BLOCK:
-                kind = ("rows", "columns")[param.tp_dim]
-                return (
-                    f"{name} has {size} {kind}, over {count} GPU(s) ({setting}) {part:g} each, which is no multiple "
-                    f"of the {BLOCK} of an FP8 block"
-                )
-    return None
 
 
 def engine_uses_fp8(args: Mapping[str, Any], hf: HfConfig, cpu: bool) -> bool:

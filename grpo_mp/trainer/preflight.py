@@ -39,12 +39,11 @@ from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rewards.teacher import TeacherClient, check_served_tokens
 from grpo_mp.rollout.engine_args import (
     check_arguments,
-    check_determinism,
     check_speculation,
     check_tool_parser,
     speculative_arguments,
 )
-from grpo_mp.rollout.engine_layout import check_engine_parallelism, engine_placements, engine_uses_fp8
+from grpo_mp.rollout.engine_layout import engine_parallelism, engine_placements, engine_uses_fp8
 from grpo_mp.rollout.episodes import EpisodeParts, load_episode_parts
 from grpo_mp.rollout.reward_servers import check_served_models, check_tokens
 from grpo_mp.rollout.routed_experts import check_routed_experts
@@ -226,11 +225,9 @@ def check_engines(
     engine_placements(engine, world_size, ranks_per_node)
     check_arguments(engine.args)
     fp8 = engine_uses_fp8(engine.args, hf, cpu)
-    if engine.deterministic:
-        check_determinism(engine.args, hf, cpu)
     check_speculation(engine, hf, cpu)
     if not cpu:
-        check_engine_parallelism(engine.gpus_per_engine, engine.args, hf)
+        engine_parallelism(engine.gpus_per_engine, engine.args, hf)
     if replays_experts:
         drafting = speculative_arguments(engine, rollout.group_size)
         check_routed_experts(engine.args | drafting, argument_names(), model_shape(hf))

@@ -1,6 +1,5 @@
 """What a server is started with, without starting one."""
 
-import ast
 import importlib.util
 import json
 import subprocess
@@ -11,19 +10,14 @@ from typing import Any
 
 import pytest
 
-from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.model_configs import named_config
 from grpo_mp.rollout.engine_args import (
-    BACKENDS,
     CPU_DEFAULTS,
     DEFAULTS,
     ENGINE_SITE,
-    INVARIANT,
-    INVARIANT_WITH_CACHE,
     RESERVED,
     EngineSpec,
     check_arguments,
-    check_determinism,
     cuda_defaults,
     engine_arguments,
     engine_environment,
@@ -33,15 +27,12 @@ from grpo_mp.rollout.engine_main import ARGUMENTS
 from grpo_mp.rollout.reward_servers import server_spec
 from grpo_mp.rollout.rollout import engine_spec
 from grpo_mp.rollout.sglang_source import argument_names, source_folder
-from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.section import ServedModelConfig
 from tests.planner.jobs import settings_of
 from tools.tiny.models import make_tokenizer
 
 SPEC = EngineSpec(index=0, rank=0, model=Path("m"), dtype="bfloat16", context_tokens=100, gpus=8, first_gpu=4)
 CPU = EngineSpec(index=0, rank=0, model=Path("m"), dtype="float32", context_tokens=100, cpu=True)
-DENSE = HfConfig(Path("published"), {"model_type": "any"})
-LATENT = HfConfig(Path("published"), {"model_type": "any", "kv_lora_rank": 512})
 DISABLED = "SGLANG_DISABLED_MODEL_ARCHS"
 ASK_SGLANG = """
 import inspect, json
@@ -152,30 +143,3 @@ def test_engines_on_gpus_outlast_a_compilation_and_capture_graphs_for_what_is_in
     assert cuda_defaults({}, 512, 600.0) == {"watchdog_timeout": 600.0}
     assert cuda_defaults({"attn_dp_size": 32}, 3072, 600.0)["cuda_graph_max_bs_decode"] == 144
     check_arguments(cuda_defaults({}, 96, 7200.0))
-
-
-def test_the_lists_are_those_of_sglang() -> None:
-    """As its source has them, but for devices that this program does not run on."""
-    source = (source_folder() / "arg_groups" / "choices.py").read_text()
-    lists = {
-        node.targets[0].id: set(ast.literal_eval(node.value)) - {"ascend", "intel_xpu"}
-        for node in ast.parse(source).body
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.List)
-    }
-    assert set(INVARIANT) == lists["DETERMINISTIC_ATTENTION_BACKEND_CHOICES"]
-    assert set(INVARIANT_WITH_CACHE) == lists["RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND"]
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_attention_that_depends_on_the_batch_is_refused(name: str) -> None:
-    """SGLang reads `attention_backend` alone; latent attention has fewer."""
-    with pytest.raises(
-        UserError, match=rf"engine.args.{name}=flashmla: .* set one of fa3, fa4, flashinfer, triton, or"
-    ):
-        check_determinism({name: "flashmla"}, DENSE, cpu=False)
-    with pytest.raises(UserError, match=rf"engine.args.{name}=flashinfer: .* set one of fa3, fa4, triton with latent"):
-        check_determinism({name: "flashinfer"}, LATENT, cpu=False)
-    check_determinism({name: "flashinfer"}, DENSE, cpu=False)
-    check_determinism({name: "fa3"}, LATENT, cpu=False)
-    check_determinism({name: "flashmla"}, LATENT, cpu=True)
-    check_determinism({}, LATENT, cpu=False)

@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -74,17 +74,15 @@ def test_verify_steps_are_read_and_added_where_a_response_goes_on() -> None:
 
 
 class RecordingClient(EngineClient):
-    """Records its requests, and answers them by `replies`, then by success; `missing`: paths without a route."""
+    """Records its requests, and answers them by `replies`, then by success."""
 
-    def __init__(self, replies: Iterable[Any] = (), missing: Sequence[str] = ()) -> None:
+    def __init__(self, replies: Iterable[Any] = ()) -> None:
         super().__init__(0, "http://127.0.0.1", {}, 10.0)
         self.sent = list[tuple[str, dict[str, Any]]]()
-        self._replies, self._missing = iter(replies), missing
+        self._replies = iter(replies)
 
     async def _request(self, method: str, path: str, body: Any = None, *_: Any, **__: Any) -> httpx.Response:
         self.sent.append((path, body or {}))
-        if path in self._missing:
-            return httpx.Response(404, json={"detail": "Not Found"})
         return httpx.Response(200, json=next(self._replies, {"success": True, "ranks": []}))
 
 
@@ -125,21 +123,6 @@ def answers_of_sglang(bodies: Iterable[dict[str, Any]]) -> list[Any]:
     environment = os.environ | {"PYTHONPATH": str(ENGINE_SITE)}
     command = [sys.executable, "-c", SELECT, *map(json.dumps, bodies)]
     return list(json.loads(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout))
-
-
-@pytest.mark.parametrize("missing", [(), ("/begin_weight_update",)])
-def test_weights_reach_an_sglang_without_update_sessions(missing: tuple[str, ...]) -> None:
-    client = RecordingClient(missing=missing)
-
-    async def sync() -> None:
-        await client.begin_weight_update()
-        await client.update_weights_from_tensor(["a"])
-        await client.end_weight_update(3, keep_cache=True)
-
-    asyncio.run(sync())
-    end = [] if missing else ["/end_weight_update"]
-    sent = ["/begin_weight_update", "/update_weights_from_tensor", *end, "/update_weight_version"]
-    assert [path for path, _ in client.sent] == sent
 
 
 @pytest.mark.slow

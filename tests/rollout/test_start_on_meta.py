@@ -19,9 +19,8 @@ from grpo_mp.planner.engine_memory import engine_weight_bytes
 from grpo_mp.planner.job import make_job
 from grpo_mp.planner.model_configs import find_config, published_config
 from grpo_mp.rollout.engine_args import DP_ATTENTION_PORTS, ENGINE_SITE, engine_arguments, ports_needed
-from grpo_mp.rollout.engine_layout import EnginePlacement, check_engine_parallelism, engine_uses_fp8
+from grpo_mp.rollout.engine_layout import EnginePlacement, engine_parallelism, engine_uses_fp8
 from grpo_mp.rollout.rollout import engine_spec
-from grpo_mp.utils.errors import UserError
 from tests.planner.jobs import settings_of
 from tests.recipes import RL
 from tools.tiny.models import make_tiny, make_tokenizer
@@ -33,17 +32,6 @@ pytestmark = pytest.mark.slow
 
 
 Facts = dict[str, dict[str, Any]]
-# model, engine.gpus_per_engine and engine.args: some that blocks of 128 allow, some that they do not
-PARALLELISMS: list[tuple[str, int, dict[str, Any]]] = [
-    ("moonlight-16b-a3b", 4, {"ep_size": 4, "attn_dp_size": 4}),
-    ("moonlight-16b-a3b", 2, {"ep_size": 2, "enable_dp_attention": True, "dp_size": 2}),
-    ("glm-4.5", 8, {"ep_size": 8}),
-    ("deepseek-r1", 16, {"ep_size": 16, "attn_dp_size": 2}),
-    ("deepseek-r1", 16, {}),
-    ("qwen2.5-7b", 4, {}),
-    ("qwen3-235b-a22b", 16, {"ep_size": 8, "attn_dp_size": 4}),
-    ("mixtral-8x22b", 8, {"ep_size": 8}),
-]
 # model, engine.gpus_per_engine and engine.speculative
 DRAFTS: list[tuple[str, int, dict[str, Any]]] = [
     ("deepseek-r1", 16, {"algorithm": "mtp"}),
@@ -85,17 +73,13 @@ def run_module(name: str, cases: dict[str, dict[str, Any]]) -> Any:
 
 @pytest.fixture(scope="module")
 def facts_by_case(tmp_path_factory: pytest.TempPathFactory) -> Facts:
-    """SGLang's facts about every recipe and every parallelism."""
+    """SGLang's facts about every recipe and every way of drafting."""
     folder = tmp_path_factory.mktemp("models")
     cases = {}
     for name in RECIPES:
         settings = load_settings(CONFIGS / f"{name}.yaml")
         hf = make_tiny_deepseek(folder / "checkpoint") if name == "tiny_moe" else find_config(settings.model.path)[0]
         cases[name] = cuda_arguments(settings, hf, folder / name)
-    for number, (model, gpus, args) in enumerate(PARALLELISMS):
-        engine = {"gpus_per_engine": gpus, "args": {"quantization": "fp8", **args}}
-        name = f"parallelism {number}"
-        cases[name] = cuda_arguments(settings_of(engine=engine), published_config(model), folder / name)
     for number, (model, gpus, speculative) in enumerate(DRAFTS):
         settings = settings_of(engine={"gpus_per_engine": gpus, "speculative": speculative})
         name = f"draft {number}"
@@ -126,7 +110,7 @@ def test_a_recipe_is_sharded_and_quantized_as_planned(facts_by_case: Facts, name
     """The planner counts a GPU's weights from the parameter mapping, SGLang allocates them."""
     settings, facts = load_settings(CONFIGS / f"{name}.yaml"), facts_by_case[name]
     hf, _ = find_config(settings.model.path)
-    parallelism = check_engine_parallelism(settings.engine.gpus_per_engine, settings.engine.args, hf)
+    parallelism = engine_parallelism(settings.engine.gpus_per_engine, settings.engine.args, hf)
     assert facts["attn_dp_size"] == parallelism.replicas
     assert facts["attn_tp_size"] == parallelism.attention_tensor
     assert facts["moe_ep_size"] == parallelism.expert
@@ -160,22 +144,3 @@ def test_an_engine_drafts_as_it_is_set(facts_by_case: Facts, number: int) -> Non
     assert not target["loaded"]
     assert [name for name in draft["others"] if not name.endswith(("embed_tokens.weight", "head.weight"))] == []
     assert any("experts" in name for name in draft["loaded"])
-
-
-@pytest.mark.parametrize(
-    "number", range(len(PARALLELISMS)), ids=lambda number: "-".join(map(str, PARALLELISMS[number][:2]))
-)
-def test_a_parallelism_is_refused_where_sglang_refuses_it(facts_by_case: Facts, number: int) -> None:
-    model, gpus, args = PARALLELISMS[number]
-    error = facts_by_case[f"parallelism {number}"].get("error")
-    assert error is None or "is not divisible by weight quantization block" in error, error
-    refusal = refusal_of(gpus, args, model)
-    assert bool(refusal) == bool(error), f"here: {refusal}; SGLang: {error}"
-
-
-def refusal_of(gpus: int, args: dict[str, Any], model: str) -> str:
-    try:
-        check_engine_parallelism(gpus, {"quantization": "fp8", **args}, published_config(model))
-    except UserError as refusal:
-        return str(refusal)
-    return ""
