@@ -3,12 +3,11 @@
 import argparse
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import inf
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo_mp.checkpoint.run_state import METRICS, SETTINGS, saved_step
-from grpo_mp.config import Settings, SftSettings, load_any_settings, show_settings
+from grpo_mp.config import Settings, load_any_settings, show_settings
 from grpo_mp.config.sections import EngineConfig, LayoutConfig
 from grpo_mp.distributed.layout import describe_parallelism
 from grpo_mp.rollout.engine_layout import engine_placements
@@ -70,34 +69,21 @@ def run_command(args: argparse.Namespace) -> int:
     elif args.command == "begin":
         begin_attempt(args.attempt, folder, args.restarts)
     elif args.command == "has-steps-left":
-        return 0 if total_steps(settings) > saved_step(folder) else NO
+        return 0 if steps_left(folder) else NO
     elif args.command == "failure":
         failure = first_failure(args.attempt)
         print(failure.text)
         return 0 if may_restart(failure, args.attempt, folder, args.told_to_save) else NO
     else:
-        show(settings, args.nodes.split(","), args.per_node, args.settings)
+        engine = settings.engine if isinstance(settings, Settings) else None
+        ranks = node_map(settings.layout, engine, args.nodes.split(","), args.per_node)
+        print(*([show_settings(settings)] if args.settings else []), ranks, sep="\n")
     return 0
 
 
-def show(settings: Settings | SftSettings, nodes: Sequence[str], ranks_per_node: int, with_settings: bool) -> None:
-    """Print the ranks and engines of each node; with `with_settings`, the resolved settings first."""
-    engine = settings.engine if isinstance(settings, Settings) else None
-    text = node_map(settings.layout, engine, nodes, ranks_per_node)  # raises UserError if the layout does not fit
-    if with_settings:
-        print(show_settings(settings))
-    print(text)
-    if not (settings.model.path / "config.json").is_file():
-        print(f"model: {settings.model.path} is not on this machine; layout and data are checked where it is")
-
-
-def total_steps(settings: Settings | SftSettings) -> float:
-    """Return the last step of a run; infinite if it counts epochs and settings.yaml does not have the steps yet."""
-    written = settings.run.folder / SETTINGS
-    if settings.run.steps or not written.is_file():
-        return settings.run.steps or inf
-    before = load_any_settings(written)
-    return before.run.steps if before.run.epochs == settings.run.epochs else inf
+def steps_left(run_folder: Path) -> int:
+    """Return the steps after the last checkpoint, by the settings that the run has written, which count no epochs."""
+    return max(0, load_any_settings(run_folder / SETTINGS).run.steps - saved_step(run_folder))
 
 
 def begin_attempt(attempt: Path, run_folder: Path, restarts: int) -> None:
@@ -109,10 +95,7 @@ def begin_attempt(attempt: Path, run_folder: Path, restarts: int) -> None:
             f"{len(same)} attempts of job {job} began after step {step}, and none came to its next checkpoint "
             f"(run.save_every): see {attempt.parent}; RESTARTS={restarts} are allowed"
         )
-    try:
-        write_atomically(attempt / SAVED_STEP, str(step))
-    except OSError as error:
-        raise UserError(f"{attempt}: {error.strerror}: the job writes there: make run.folder writable") from error
+    write_atomically(attempt / SAVED_STEP, str(step))
 
 
 def name_lost_nodes(attempt: Path) -> None:
@@ -125,43 +108,28 @@ def name_lost_nodes(attempt: Path) -> None:
 
 
 @dataclass(frozen=True)
-class EndedTask:
-    """Tasks of a node that ended together. `rank`: of the first task; `how`: 'Killed', 'Exited with exit code 1'."""
-
-    node: str
-    rank: int
-    how: str
-
-    @property
-    def killed(self) -> bool:
-        return not self.how.startswith("Exited")
-
-
-@dataclass(frozen=True)
 class StepLog:
     """Messages of srun about a job step. `lost`: node -> reason; `ended`: tasks that ended before srun aborted it."""
 
     lost: dict[str, str]
-    ended: tuple[EndedTask, ...]
+    ended: list[re.Match[str]]  # of TASK_ENDED
     aborted: bool
 
 
 def read_step_log(log: Path) -> StepLog:
     """Parse the messages of srun in a log; a missing file gives an empty StepLog."""
-    lost = dict[str, str]()
-    ended = list[EndedTask]()
-    aborted = False
+    step = StepLog({}, [], False)
     # Other programs also print into the log, in any encoding.
     for line in log.read_text(errors="replace").splitlines() if log.exists() else ():
         if not_started := NOT_STARTED.search(line):
-            lost.setdefault(not_started["node"], f"srun could not start its tasks ({not_started['why'].strip()})")
+            step.lost.setdefault(not_started["node"], f"srun could not start its tasks ({not_started['why'].strip()})")
         elif failed := NODE_FAILED.search(line):
-            lost.setdefault(failed["node"], "Slurm lost it")
+            step.lost.setdefault(failed["node"], "Slurm lost it")
         elif STEP_ABORTED in line:
-            aborted = True
-        elif (task := TASK_ENDED.search(line)) and not aborted:
-            ended.append(EndedTask(task["node"], int(task["rank"]), task["how"]))
-    return StepLog(lost, tuple(ended), aborted)
+            step = replace(step, aborted=True)
+        elif (task := TASK_ENDED.search(line)) and not step.aborted:
+            step.ended.append(task)
+    return step
 
 
 @dataclass(frozen=True)
@@ -191,9 +159,9 @@ def first_failure(attempt: Path) -> Failure:
     end = last_lines(attempt / TRAIN_LOG, NUM_LAST_LINES)
     if step.lost:
         return Failure(None, "; ".join(f"node {node}: {why}" for node, why in step.lost.items()), end, killed=True)
-    if step.ended and step.ended[0].killed:
-        task = step.ended[0]
-        return Failure(task.rank, f"{task.how} on {task.node}", _end_of_log(attempt, task.rank), killed=True)
+    if step.ended and not step.ended[0]["how"].startswith("Exited"):
+        node, rank, how = step.ended[0].groups()
+        return Failure(int(rank), f"{how} on {node}", _end_of_log(attempt, int(rank)), killed=True)
     if step.aborted and not step.ended:
         return Failure(None, "srun was told to end its tasks:", end, killed=True)
     if reported:

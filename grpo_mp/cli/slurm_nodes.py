@@ -10,14 +10,12 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import psutil
 import torch.distributed as dist
 
 from grpo_mp.cli.slurm_job import BAD_NODES, SAVED_STEP
@@ -25,14 +23,11 @@ from grpo_mp.cli.slurm_task import rank_environment
 from grpo_mp.distributed.rendezvous import rendezvous
 from grpo_mp.utils.errors import UserError, exit_with, one_line
 from grpo_mp.utils.parsers import Parser
-from grpo_mp.utils.phases import GIB
 
 BAD_NODES_STATUS = 3
 TIMEOUT_S = 60.0
 TIMEOUT = datetime.timedelta(seconds=TIMEOUT_S)
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "transformer-engine")
-MIN_FREE_SHARE = 0.5  # minimum share of free host memory, relative to the median over the ranks
-LOCAL_BYTES = 2**20  # size of the test files that each rank writes to /dev/shm and the temporary folder
 
 
 def main() -> None:
@@ -59,8 +54,6 @@ class NodeReport:
 
     node: str
     versions: str
-    free_memory: int  # bytes
-    total_memory: int
     problem: str = ""  # reason to reject the node without a comparison with the other nodes
 
 
@@ -94,8 +87,7 @@ def inspect_node(node: str, attempt: Path) -> NodeReport:
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions.append(f"{name} {importlib.metadata.version(name)}")
-    memory = psutil.virtual_memory()
-    return NodeReport(node, ", ".join(versions), memory.available, memory.total, _node_problem(attempt))
+    return NodeReport(node, ", ".join(versions), _node_problem(attempt))
 
 
 def _node_problem(attempt: Path) -> str:
@@ -103,11 +95,6 @@ def _node_problem(attempt: Path) -> str:
 
     try:
         check_device(int(os.environ.get("LOCAL_RANK", 0)))
-        for folder in ("/dev/shm", tempfile.gettempdir()):
-            # Engines receive weights and keep caches in these folders.
-            with tempfile.TemporaryFile(dir=folder) as file:
-                file.write(bytes(LOCAL_BYTES))
-                file.flush()
         if not (attempt / SAVED_STEP).exists():  # the batch script wrote it
             return f"it does not see {attempt}: the run's folder must be on a file system that all nodes share"
     except UserError as error:
@@ -120,16 +107,10 @@ def _node_problem(attempt: Path) -> str:
 def bad_nodes(reports: Sequence[NodeReport]) -> dict[str, str]:
     """Return the bad nodes: name -> first reason."""
     usual = statistics.mode(report.versions for report in reports)  # on a tie, those of the first rank
-    free_share = statistics.median(report.free_memory / report.total_memory for report in reports)
     bad: dict[str, str] = {}
     for report in reports:
-        reason = report.problem
-        if not reason and report.versions != usual:
-            reason = f"it has {report.versions}, other nodes have {usual}: install the same"
-        if not reason and report.free_memory < MIN_FREE_SHARE * free_share * report.total_memory:
-            free, total = report.free_memory / GIB, report.total_memory / GIB
-            reason = f"only {free:.0f} of {total:.0f} GiB host memory are free: stop the processes that use it"
-        if reason:
+        odd = f"it has {report.versions}, other nodes have {usual}: install the same"
+        if reason := report.problem or (odd if report.versions != usual else ""):
             bad.setdefault(report.node, reason)
     return bad
 

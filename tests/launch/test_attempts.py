@@ -1,7 +1,6 @@
 """What a batch script asks before and after an attempt: after which step it begins, and whether another may follow."""
 
 import json
-import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -68,8 +67,6 @@ def test_an_attempt_begins_after_the_newest_checkpoint_that_reads(ask: Ask, run_
     assert begin(ask, run_folder / "attempts" / "7.0") == 20
     (newest / SHARD).write_bytes(b"1234")
     assert begin(ask, run_folder / "attempts" / "7.1") == 10
-    assert ask("has-steps-left", steps=20) == 0
-    assert ask("has-steps-left", steps=10) == job.NO
 
 
 @pytest.mark.parametrize("restarts", [0, 1, 3])
@@ -125,12 +122,12 @@ def test_a_stop_on_purpose_is_not_undone(srun: str, attempt: Path, ask: Ask, run
     assert ask("failure", attempt) == ask("failure", "--told-to-save", attempt) == job.NO
 
 
-def test_a_fine_tuning_by_epochs_has_the_steps_that_its_folder_says(tmp_path: Path) -> None:
-    """Else a job that has finished would be requeued."""
-    settings = load_sft_settings(Path("configs/tiny_sft.yaml"), [f"run.folder={tmp_path}"])
+def test_the_steps_of_a_run_are_those_in_its_folder(tmp_path: Path, ask: Ask, run_folder: Path) -> None:
+    """A run by epochs knows them when it has read its data."""
+    settings = load_sft_settings(Path("configs/tiny_sft.yaml"), [f"run.folder={run_folder}"])
     assert settings.run.steps == 0
-    assert job.total_steps(settings) == math.inf
-    (tmp_path / SETTINGS).write_text(dump_settings(settings.with_steps(1000)))
-    assert job.total_steps(settings) == 8
-    more = load_sft_settings(Path("configs/tiny_sft.yaml"), [f"run.folder={tmp_path}", "run.epochs=2"])
-    assert job.total_steps(more) == math.inf
+    run_folder.mkdir()
+    (run_folder / SETTINGS).write_text(dump_settings(settings.with_steps(1000)))
+    assert ask("has-steps-left") == 0
+    save(run_folder, 8)
+    assert ask("has-steps-left") == job.NO

@@ -1,1 +1,1 @@
-"""Report of one or several runs: charts, tables and answers in one HTML file."""
+"""Report of a run: charts, tables and answers in one HTML file."""
