@@ -9,7 +9,7 @@ import yaml
 
 from grpo_mp.utils.errors import did_you_mean
 
-Kind = Literal["scalar", "histogram", "text", "image"]
+Kind = Literal["scalar", "histogram", "text"]
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 _UNSAFE_CHARACTERS = re.compile(r"[^\w.\-]+")

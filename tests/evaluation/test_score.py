@@ -106,7 +106,6 @@ def test_metrics_carry_the_set_s_name_and_are_documented() -> None:
         }
     )
     assert all(find_metric(name, "scalar") for name in actual)
-    assert find_metric("eval/pass_at_k", "image")
 
 
 def test_scores_are_read_back_from_their_file(tmp_path: Path) -> None:
