@@ -12,7 +12,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.config.data_sections import DataConfig, TrainSetConfig
-from grpo_mp.data.messages import read_messages
 from grpo_mp.data.rows import Row, read_rows
 from grpo_mp.data.sets import (
     DataSet,
@@ -23,7 +22,7 @@ from grpo_mp.data.sets import (
     join_parts,
     read_part,
 )
-from grpo_mp.data.template import check_template, conversation_text, render_template
+from grpo_mp.data.template import check_template, conversation_text, read_messages, render_template
 from grpo_mp.rewards.math import boxed_answer
 from grpo_mp.rewards.settings import DATA_SET
 from grpo_mp.utils.errors import UserError, one_line

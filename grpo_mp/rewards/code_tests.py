@@ -23,6 +23,7 @@ ENTRY_POINTS = ("fn_name", "func_name", "function_name", "entry_point")
 FUNCTIONAL = ("functional", "function_call", "call_based")  # test types that call a function
 STDIN = ("stdin", "stdin_stdout", "standard_input")
 FORMS = "give Python tests, a list of them, {inputs, outputs}, or a list of {input, output}"
+NEEDS_PYTEST = re.compile(r"@pytest\.(?:fixture|mark\.parametrize)\b")
 RUNNERS = ("unittest.main", "pytest.main")  # removed: program_tests.py runs the tests that they would collect
 # Imports that graders of contest programs provide; the last line restores builtins that math replaces, such as pow.
 CONTEST_IMPORTS = (
@@ -148,13 +149,13 @@ def _entry_point(columns: Mapping[str, Any], names: Iterable[str]) -> str | None
 
 
 def _read_script(text: str, entry_point: str | None) -> str:
-    """Prepare Python tests for program_tests.py; return "" if the text has no statements.
+    """Prepare Python tests for program_tests.py; return "" if the text has no statements, or needs pytest itself.
 
     Calls of test runners are removed. entry_point: expression for the function of the program that is passed to the
     tests' `check(candidate)`.
     """
     tree = _parse(text)
-    if not tree.body:
+    if not tree.body or NEEDS_PYTEST.search(text):
         return ""
     nodes = list(ast.walk(tree))
     imported = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]

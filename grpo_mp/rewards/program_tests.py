@@ -78,7 +78,10 @@ def as_json(value: Any) -> Any:
 
 
 def run_collected(names: dict[str, Any]) -> None:
-    """Run the test functions and classes that pytest and unittest would collect. Their exceptions propagate."""
+    """Run the test functions and classes that pytest and unittest would collect. Their exceptions propagate.
+
+    A function with parameters that have no default is a helper, not a test.
+    """
     unittest = sys.modules.get("unittest")
     for name, value in list(names.items()):
         if getattr(value, "__module__", None) != "__main__":
@@ -93,39 +96,8 @@ def run_collected(names: dict[str, Any]) -> None:
                 instance = value()
                 if hasattr(instance, "setup_method"):
                     instance.setup_method(*[None] * (instance.setup_method.__code__.co_argcount - 1))
-                call_test(getattr(instance, method), names)
+                getattr(instance, method)()
         elif isinstance(value, types.FunctionType) and name.startswith("test"):
-            call_test(value, names)
-
-
-def call_test(function: Any, names: dict[str, Any]) -> None:
-    """Call a test for each parametrized case, with its fixtures; skip helpers, which have other parameters."""
-    cases: list[dict[str, Any]] = [{}]
-    for mark in getattr(function, "pytestmark", ()):
-        if mark.name == "parametrize":
-            given = {**dict(zip(("argnames", "argvalues"), mark.args, strict=False)), **mark.kwargs}
-            cases = [
-                {**case, **row} for case in cases for row in read_parameters(given["argnames"], given["argvalues"])
-            ]
-    code = function.__code__
-    needed = code.co_varnames[: code.co_argcount - len(function.__defaults__ or ())]
-    for case in cases:
-        missing = [name for name in needed if name not in (*case, "self")]
-        if all(hasattr(names.get(name), "__wrapped__") for name in missing):
-            function(**case, **{name: make_fixture(name, names) for name in missing})
-
-
-def read_parameters(argnames: Any, argvalues: Any) -> list[dict[str, Any]]:
-    """Return the keyword arguments of each case of pytest.mark.parametrize."""
-    keys = [key.strip() for key in argnames.split(",")] if isinstance(argnames, str) else list(argnames)
-    is_one = isinstance(argnames, str) and len(keys) == 1
-    rows = [row.values if hasattr(row, "marks") else (row,) if is_one else row for row in argvalues]
-    return [dict(zip(keys, row, strict=False)) for row in rows]
-
-
-def make_fixture(name: str, names: dict[str, Any]) -> Any:
-    """Return the value of the fixture `name`, called with the fixtures that it needs."""
-    function = names[name].__wrapped__
-    needed = function.__code__.co_varnames[: function.__code__.co_argcount]
-    value = function(**{other: make_fixture(other, names) for other in needed})
-    return next(value) if isinstance(value, types.GeneratorType) else value
+            if value.__code__.co_argcount > len(value.__defaults__ or ()):  # a helper
+                continue
+            value()

@@ -6,8 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.checkpoint.run_state import check_same_data
 from grpo_mp.config import SftSettings, dump_settings
-from grpo_mp.data.chat_data import ChatReader, ChatSet, load_held_out_chats, load_train_chats, stop_tokens
-from grpo_mp.data.supervised import ChatEncoder
+from grpo_mp.data.chat_data import ChatEncoder, ChatReader, ChatSet, load_held_out_chats, load_train_chats, stop_tokens
 from grpo_mp.models.hf_config import HfConfig, check_positions
 from grpo_mp.models.tokenizer import read_tokenizer
 from grpo_mp.monitor.loggers import MakeLogger, load_loggers

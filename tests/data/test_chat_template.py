@@ -9,9 +9,8 @@ import pytest
 from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.config.sections import RolloutConfig
 from grpo_mp.config.sft_settings import ChatDataConfig, SftConfig
-from grpo_mp.data.chat_data import ChatReader, load_held_out_chats, load_train_chats
+from grpo_mp.data.chat_data import ChatEncoder, ChatReader, load_held_out_chats, load_train_chats
 from grpo_mp.data.prompts import PromptReader, load_eval_prompts, load_train_prompts
-from grpo_mp.data.supervised import ChatEncoder
 from grpo_mp.rollout.episodes import load_episode_parts
 from tools.tiny.models import make_tokenizer
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from grpo_mp.data.messages import as_template_reads, is_learned, thinking_texts
+from grpo_mp.data.template import as_template_reads, is_learned, thinking_texts
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import Message
 from tools.tiny.models import make_tokenizer

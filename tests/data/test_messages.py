@@ -8,11 +8,10 @@ import pytest
 
 from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.config.sft_settings import ChatDataConfig
-from grpo_mp.data.chat_data import read_chat
-from grpo_mp.data.messages import read_message
+from grpo_mp.data.chat_data import ChatEncoder, read_chat
 from grpo_mp.data.prompts import PromptReader, load_train_prompts
 from grpo_mp.data.rows import Row
-from grpo_mp.data.supervised import ChatEncoder
+from grpo_mp.data.template import read_message
 from grpo_mp.utils.errors import UserError
 from tests.episodes.test_chat import ASK, CALLING, RESULT, call_of, make_renderer, rendered
 

@@ -5,7 +5,7 @@ from datetime import date
 
 import pytest
 
-from grpo_mp.data.supervised import Chat, ChatEncoder
+from grpo_mp.data.chat_data import Chat, ChatEncoder
 from grpo_mp.data.template import ChatRenderer, set_template_date, template_date
 from grpo_mp.utils.types import Message
 from tests.episodes.test_chat import make_renderer, published

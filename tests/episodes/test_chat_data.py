@@ -10,6 +10,7 @@ from datasets import Dataset
 
 from grpo_mp.config.sft_settings import ChatDataConfig, SftConfig
 from grpo_mp.data.chat_data import (
+    ChatEncoder,
     ChatReader,
     ChatSet,
     load_held_out_chats,
@@ -18,7 +19,6 @@ from grpo_mp.data.chat_data import (
 )
 from grpo_mp.data.cursor import Cursor, take
 from grpo_mp.data.rows import Row
-from grpo_mp.data.supervised import ChatEncoder
 from grpo_mp.utils.errors import UserError
 from tools.tiny.models import make_tokenizer
 

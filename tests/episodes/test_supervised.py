@@ -5,7 +5,7 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from grpo_mp.data.supervised import Chat, ChatEncoder, LearnedTokens, LossOn
+from grpo_mp.data.chat_data import Chat, ChatEncoder, LearnedTokens, LossOn
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import Message
 from tests.episodes.test_chat import (

@@ -7,8 +7,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from grpo_mp.config.sft_settings import ChatDataConfig, SftConfig
-from grpo_mp.data.chat_data import ChatReader, ChatSet, load_train_chats, stop_tokens
-from grpo_mp.data.supervised import ChatEncoder
+from grpo_mp.data.chat_data import ChatEncoder, ChatReader, ChatSet, load_train_chats, stop_tokens
 from tools.tiny.models import CHAT_TEMPLATE
 
 # The same template, which also says what is the assistant's.

@@ -38,8 +38,14 @@ def test_tests_that_test_nothing(tests: Any, reason: str) -> None:
         read_tests({"tests": tests}, "tests")
 
 
-@pytest.mark.parametrize("tests", [None, " \n", ["", " "], "# none\n", "[]", {"inputs": [], "outputs": []}])
+PARAMETRIZED = "@pytest.mark.parametrize('x', [1])\ndef test_f(x):\n    assert f(x)"
+
+
+@pytest.mark.parametrize(
+    "tests", [None, " \n", ["", " "], "# none\n", "[]", {"inputs": [], "outputs": []}, PARAMETRIZED]
+)
 def test_a_row_may_have_no_tests(tests: Any) -> None:
+    """Tests with parameters would need pytest in the sandbox."""
     assert read_tests({"tests": tests}, "tests").cases == ()
 
 

@@ -112,7 +112,7 @@ def test_a_judge_that_fails(
 ) -> None:
     """Stopping names judge, prompt and sample, never the key; else only the sample that was not judged is affected."""
     monkeypatch.setenv("JUDGE_KEY", KEY)
-    monkeypatch.setattr("grpo_mp.rewards.judge.CONCURRENT_REQUESTS", 1)
+    monkeypatch.setattr("grpo_mp.rewards.reward_model.CONCURRENT_REQUESTS", 1)
     limits: dict[str, Any] = {"timeout_s": limit_s(failure)}
     monkeypatch.setattr("grpo_mp.rewards.reward_model.RETRIES", 1)
     limits["api_key_env"] = "JUDGE_KEY"

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from grpo_mp.data.chat_data import ChatReader, load_held_out_chats, load_train_chats
-from grpo_mp.data.supervised import ChatEncoder
+from grpo_mp.data.chat_data import ChatEncoder, ChatReader, load_held_out_chats, load_train_chats
 from grpo_mp.data.template import ChatRenderer
 from tools.tiny import products
 from tools.tiny.arithmetic import make_problems, vocabulary_words
