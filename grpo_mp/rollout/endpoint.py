@@ -98,7 +98,7 @@ async def _models(sessions: Mapping[str, Session], request: web.Request) -> web.
 async def _serve(sessions: Mapping[str, Session], request: web.Request) -> web.Response:
     session = _session(sessions, request)
     try:
-        chat = read_request(await request.read(), session.policy)
+        chat = read_request(await request.read())
         return await _generate(session, asyncio.ensure_future(_answer(session, chat)))
     except web.HTTPException:  # the body is too long
         raise
@@ -115,12 +115,12 @@ async def _serve(sessions: Mapping[str, Session], request: web.Request) -> web.R
 
 async def _answer(session: Session, chat: ChatRequest) -> web.Response:
     """Generate the turn of a request after the turns of earlier requests, and return the HTTP response."""
-    if ignored := [name for name in chat.ignored if name not in session.warned]:
+    if ignored := [name for name in chat.ignored(session.policy) if name not in session.warned]:
         session.warned.update(ignored)
         LOGGER.warning("requests of agents give %s: turns are sampled as the run says", ", ".join(ignored))
     policy = session.policy
     async with session.queue:
-        turn = await policy.generate(chat.messages, max_tokens=chat.max_tokens, tools=chat.tools, stop=chat.stop)
+        turn = await chat.generate(policy)
         *before, _ = policy.episode().segments
     answer = completion(turn, sum(len(part.tokens) for part in before))
     if chat.stream:

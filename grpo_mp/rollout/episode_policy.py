@@ -301,9 +301,8 @@ class EpisodePolicy:
         for name, text in calls:
             arguments = _arguments(text)
             error = f"the arguments of {name} are no JSON object" if arguments is None else ""
-            unread = text if error else ""
             call_id = f"functions.{name}:{self._calls}"  # as Kimi-K2 numbers them
-            yield ToolCall(name, arguments or {}, id=call_id, error=error, unread=unread)
+            yield ToolCall(name, arguments or {}, id=call_id, error=error, text=text)
             self._calls += 1
 
 

@@ -2,13 +2,12 @@
 
 import asyncio
 import inspect
-import math
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 from grpo_mp.rollout.endpoint import Endpoint, Session
 from grpo_mp.rollout.protocol import Episode, EpisodeLimitError, Policy, Task
-from grpo_mp.utils.errors import UserError, one_line
+from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.user_code import load_attribute, without_exit
 
 SETTING = "rollout.function_args"
@@ -30,7 +29,10 @@ class OpenAIAgent:
 
     def __init__(self, agent: str) -> None:
         """Load the agent. `agent`: a coroutine function, as 'module:name' or 'file.py:name'."""
-        self._endpoint, self._agent = Endpoint(), _load_agent(agent)
+        self._endpoint = Endpoint()
+        self._agent = load_attribute(agent, f"{SETTING}: agent {agent!r}")
+        if not inspect.iscoroutinefunction(self._agent):
+            raise UserError(f"{SETTING}: agent {agent!r}: it must be a coroutine function: async def agent(task, ...)")
 
     async def __call__(self, task: Task, policy: Policy) -> Episode:
         """Roll out one task: each request of the agent becomes a turn of the policy."""
@@ -39,15 +41,7 @@ class OpenAIAgent:
         )
         if isinstance(returned, list | tuple):
             return policy.episode().with_step_rewards(returned)
-        return policy.episode(_as_reward(returned))
-
-
-def _load_agent(path: str) -> Any:
-    label = f"{SETTING}: agent {path!r}"
-    agent = load_attribute(path, label)
-    if not inspect.iscoroutinefunction(agent):
-        raise UserError(f"{label}: it must be a coroutine function: async def agent(task, base_url, api_key)")
-    return agent
+        return policy.episode(returned)
 
 
 async def run_agent(endpoint: Endpoint, policy: Policy, work: Callable[[Session], Coroutine[Any, Any, Any]]) -> Any:
@@ -71,11 +65,3 @@ async def run_agent(endpoint: Endpoint, policy: Policy, work: Callable[[Session]
         finally:
             agent.cancel()
             await asyncio.wait({agent}, timeout=CANCEL_LIMIT_S)
-
-
-def _as_reward(returned: Any) -> float | None:
-    if returned is None:
-        return None
-    if not isinstance(returned, int | float) or not math.isfinite(returned):
-        raise TypeError(f"the agent returned {one_line(repr(returned), 40)}: a reward is a number, or None")
-    return float(returned)

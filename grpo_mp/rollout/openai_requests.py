@@ -3,14 +3,21 @@
 import json
 import time
 import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    ValidationError,
+    WrapValidator,
+)
 
 from grpo_mp.rollout.protocol import Policy, Turn
-from grpo_mp.utils.types import Message
 
 MODEL = "policy"  # model name in responses; requests may have any name
 # Parameters that clients send by default and that do not affect the sampled tokens, ignored without a warning.
@@ -26,107 +33,94 @@ class RequestError(Exception):
     """An invalid request, answered with status 400 and the exception's message."""
 
 
+def _as_object(arguments: Any) -> Any:
+    """Parse the arguments of a tool call; return {} if they are not a JSON object."""
+    try:
+        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return {}
+    return parsed if isinstance(parsed, dict) else {}
+
+
 class _Text(BaseModel):
     text: str
 
 
-class _Called(BaseModel):
+def _as_text(content: str | list[_Text] | None) -> str:
+    return "".join(part.text for part in content) if isinstance(content, list) else content or ""
+
+
+def _check_only(value: Any, check: Callable[[Any], Any]) -> Any:
+    check(value)
+    return value
+
+
+class _Function(BaseModel):
     name: str
-    arguments: str | dict[str, Any]
+    arguments: Annotated[dict[str, Any], BeforeValidator(_as_object)]
 
 
 class _Call(BaseModel):
     id: str = ""
-    function: _Called
-
-    def as_call(self) -> dict[str, Any]:
-        """Return the call in the format of Turn.message: arguments as a dict, {} if they are not a JSON object."""
-        arguments: Any = self.function.arguments
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except ValueError:
-                arguments = {}
-        function = {"name": self.function.name, "arguments": arguments if isinstance(arguments, dict) else {}}
-        return {"id": self.id, "type": "function", "function": function}
+    type: Literal["function"] = "function"
+    function: _Function
 
 
 class _Message(BaseModel):
     model_config = ConfigDict(extra="allow")
-    role: str
-    content: str | list[_Text] | None = None
+    role: Annotated[str, AfterValidator(lambda role: "system" if role == "developer" else role)]
+    content: Annotated[str | list[_Text] | None, AfterValidator(_as_text)] = ""
     tool_calls: list[_Call] | None = None
-
-    def as_message(self) -> Message:
-        """Return the message with a string as content and with the arguments of tool calls as dicts."""
-        content = self.content or ""
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        message = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
-        message |= {"role": "system" if self.role == "developer" else self.role, "content": text}
-        if self.tool_calls is not None:
-            message["tool_calls"] = [call.as_call() for call in self.tool_calls]
-        return message
 
 
 class _Parameters(BaseModel):
     properties: dict[str, Any] | None = None
 
 
-class _Function(BaseModel):
+class _Schema(BaseModel):
     name: str
     description: str | None = None
     parameters: _Parameters | None = None
 
 
 class _Tool(BaseModel):
-    function: _Function
+    function: _Schema
 
 
-class _Body(BaseModel):
+class ChatRequest(BaseModel):
+    """A request for one turn."""
+
     model_config = ConfigDict(extra="allow")
     messages: list[_Message] = Field(min_length=1)
-    tools: list[_Tool] | None = None
+    tools: Annotated[list[_Tool] | None, WrapValidator(_check_only)] = None  # stay dicts, for the chat template
     max_tokens: PositiveInt | None = None
     max_completion_tokens: PositiveInt | None = None
-    stop: str | list[str] | None = None
+    stop: Annotated[list[str], BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop or [])] = []
     stream: bool | None = None
     n: Literal[1] | None = None
 
+    async def generate(self, policy: Policy) -> Turn:
+        return await policy.generate(
+            [message.model_dump() for message in self.messages],
+            max_tokens=min(filter(None, (self.max_completion_tokens, self.max_tokens)), default=None),
+            tools=cast("list[dict[str, Any]] | None", self.tools),
+            stop=[*filter(None, self.stop)],
+        )
 
-@dataclass(frozen=True)
-class ChatRequest:
-    """A parsed request for one turn."""
-
-    messages: tuple[Message, ...]
-    tools: tuple[Mapping[str, Any], ...] | None
-    max_tokens: int | None
-    stop: tuple[str, ...]
-    stream: bool
-    ignored: tuple[str, ...] = ()  # names of parameters that differ from the run's sampling and are ignored
+    def ignored(self, policy: Policy) -> list[str]:
+        """Return the names of parameters that differ from the run's sampling and are ignored."""
+        sampled = {"temperature": policy.temperature, "top_p": policy.top_p}
+        others = {name: value for name, value in (self.model_extra or {}).items() if name not in NO_MATTER}
+        return [name[:80] for name, value in others.items() if value is not None and value != sampled.get(name)]
 
 
-def read_request(text: str | bytes, policy: Policy) -> ChatRequest:
+def read_request(text: str | bytes) -> ChatRequest:
     """Parse the JSON body of a request. Raises RequestError for an invalid or unsupported request."""
     try:
-        body = _Body.model_validate_json(text)
+        return ChatRequest.model_validate_json(text)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise RequestError(f"{'.'.join(map(str, first['loc'])) or 'the body'}: {first['msg']}") from error
-    sampled = {"temperature": policy.temperature, "top_p": policy.top_p}
-    ignored = [
-        name
-        for name, value in (body.model_extra or {}).items()
-        if name not in NO_MATTER and value is not None and value != sampled.get(name)
-    ]
-    tools = json.loads(text).get("tools")  # the unparsed schemas: the chat template may render any of their fields
-    return ChatRequest(
-        tuple(message.as_message() for message in body.messages),
-        None if tools is None else tuple(tools),
-        max_tokens=min(filter(None, (body.max_completion_tokens, body.max_tokens)), default=None),
-        stop=tuple(filter(None, [body.stop] if isinstance(body.stop, str) else body.stop or [])),
-        stream=bool(body.stream),
-        ignored=tuple(name[:80] for name in ignored),
-    )
 
 
 def completion(turn: Turn, prompt_tokens: int) -> dict[str, Any]:
@@ -138,7 +132,7 @@ def completion(turn: Turn, prompt_tokens: int) -> dict[str, Any]:
             {
                 "id": call.id,
                 "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments_text},
+                "function": {"name": call.name, "arguments": call.text or json.dumps(dict(call.arguments))},
             }
             for call in turn.tool_calls
         ]

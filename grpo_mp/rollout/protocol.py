@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,12 +38,7 @@ class ToolCall:
     arguments: Mapping[str, Any]
     id: str = ""
     error: str = ""  # why the arguments cannot be parsed
-    unread: str = ""  # text of arguments that are not a JSON object
-
-    @property
-    def arguments_text(self) -> str:
-        """Return the arguments as a string for OpenAI's API: JSON, or the model's text if it is not a JSON object."""
-        return self.unread if self.error else json.dumps(self.arguments, ensure_ascii=False)
+    text: str = ""  # the arguments as the model wrote them
 
 
 @dataclass(frozen=True)
