@@ -6,7 +6,6 @@ see tool_worker.py.
 """
 
 import asyncio
-import base64
 import json
 import os
 import signal
@@ -16,24 +15,21 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_mp.rollout.tool_worker import HEADER_BYTES
+from grpo_mp.rollout.tool_worker import MOST_BYTES
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.processes import shared_environment, with_descendants
 
 IMPORT_LIMIT_S = 600.0  # time limit of the import of tools, which may load models
+Request = tuple[str, str, Mapping[str, Any]]  # path, method and arguments, see tool_worker.py
 ENDED_LIMIT_S = 5.0  # time limit of waiting for the exit status of a process that closed its output
 
 
-class ToolTimeoutError(Exception):
+class ToolError(Exception):
+    """A tool raised an exception, or its worker process has ended."""
+
+
+class ToolTimeoutError(ToolError):
     """A tool call took longer than `rollout.limits.tool_s`."""
-
-
-class ToolRaisedError(Exception):
-    """A tool raised an exception in its worker process."""
-
-
-class ToolDiedError(Exception):
-    """The worker process of a tool has ended, and its state is lost."""
 
 
 class ToolProcess:
@@ -48,43 +44,39 @@ class ToolProcess:
     def works(self) -> bool:
         return not self._ended
 
-    async def ask(self, name: str, request: tuple[str, str, Mapping[str, Any]] | None, limit_s: float) -> Any:
+    async def ask(self, name: str, request: Request | None, limit_s: float) -> Any:
         """Send a request and return the result; `request` None: return the first message of the process.
 
-        `name`: name of the tool, for errors. Raises ToolRaisedError if the tool raises; ToolTimeoutError and
-        ToolDiedError, after which the process has ended.
+        `name`: name of the tool, for errors. Raises ToolError; ends the process at the time limit and on wrong replies.
         """
-        message = b"" if request is None else json.dumps(request, default=str).encode()
         async with self._turn:
             if self._ended:
-                raise ToolDiedError(f"{name} cannot be called: its process {self._ended}")
+                raise ToolError(f"{name} cannot be called: its process {self._ended}")
             try:
                 async with asyncio.timeout(limit_s):
-                    reply = await self._exchange(message)
+                    reply = await self._exchange(request)
             except TimeoutError as error:
                 await self.end("was ended with a call that took too long")
                 raise ToolTimeoutError(f"{name} took longer than {limit_s:g} s") from error
-            except (ConnectionError, asyncio.IncompleteReadError, ValueError) as error:
+            except (ConnectionError, ValueError) as error:
                 how = await self._how_it_ended()
                 self.kill(how)
-                raise ToolDiedError(f"{name} ended its process, which {how}") from error
+                raise ToolError(f"{name} ended its process, which {how}") from error
             except asyncio.CancelledError:
                 self.kill("was ended with a call")
                 raise
         if "error" in reply:
-            raise ToolRaisedError(str(reply["error"]))
-        return base64.b64decode(reply["bytes"]) if "bytes" in reply else reply["value"]
+            raise ToolError(str(reply["error"]))
+        return reply["value"]
 
-    async def _exchange(self, message: bytes) -> dict[str, Any]:
-        """Send a message, if it is not empty, and read the next message."""
+    async def _exchange(self, request: Request | None) -> dict[str, Any]:
         requests, replies = self._process.stdin, self._process.stdout
         assert requests
         assert replies
-        if message:
-            requests.write(len(message).to_bytes(HEADER_BYTES) + message)
+        if request:
+            requests.write(json.dumps(request, default=str).encode() + b"\n")
             await requests.drain()
-        length = int.from_bytes(await replies.readexactly(HEADER_BYTES))
-        reply: dict[str, Any] = json.loads(await replies.readexactly(length))
+        reply: dict[str, Any] = json.loads(await replies.readline())
         return reply
 
     async def _how_it_ended(self) -> str:
@@ -112,19 +104,6 @@ class ToolProcess:
 
 
 @dataclass(frozen=True)
-class RemoteTool:
-    """A function, or a method of an environment, in a worker process.
-
-    `process`: the environment's process; None: any idle process of the pool.
-    """
-
-    name: str
-    path: str
-    method: str = ""
-    process: ToolProcess | None = None
-
-
-@dataclass(frozen=True)
 class ToolProcesses:
     """Pool of a rank's worker processes."""
 
@@ -138,23 +117,25 @@ class ToolProcesses:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_slots", asyncio.Semaphore(self.most))
 
-    async def call(self, tool: RemoteTool, arguments: Mapping[str, Any], limit_s: float) -> Any:
-        """Call a tool and return its result, see ToolProcess.ask. `limit_s` excludes the wait for a process."""
-        request = (tool.path, tool.method, arguments)
-        if tool.process:
-            return await tool.process.ask(tool.name, request, limit_s)
+    async def call(self, name: str, request: Request, limit_s: float, environment: ToolProcess | None = None) -> Any:
+        """Call a tool and return its result, see ToolProcess.ask. `limit_s` excludes the wait for a process.
+
+        `environment`: the process of the tool's environment; None: any idle process.
+        """
+        if environment:
+            return await environment.ask(name, request, limit_s)
         async with self._slots:
             process = await self._take()
             try:
-                return await process.ask(tool.name, request, limit_s)
+                return await process.ask(name, request, limit_s)
             finally:
                 self._give_back(process)
 
-    async def make(self, tool: RemoteTool, limit_s: float) -> ToolProcess:
+    async def make(self, path: str, limit_s: float) -> ToolProcess:
         """Create an environment in a process of its own and return the process, see ToolProcess.ask."""
         process = await self._take()
         try:
-            await process.ask(tool.name, (tool.path, "", {}), limit_s)
+            await process.ask(path.rpartition(":")[2], (path, "", {}), limit_s)
         except BaseException:
             process.kill("was ended")
             raise
@@ -162,7 +143,7 @@ class ToolProcesses:
 
     async def drop(self, process: ToolProcess, limit_s: float) -> None:
         """Delete the environment of a process and return the process to the pool; kill a process that fails to."""
-        with suppress(ToolTimeoutError, ToolRaisedError, ToolDiedError):
+        with suppress(ToolError):
             await process.ask("the end of an environment", ("", "", {}), limit_s)
         self._give_back(process)
 
@@ -191,12 +172,13 @@ class ToolProcesses:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 env={**shared_environment(self.variables), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                limit=2 * MOST_BYTES,
                 start_new_session=True,  # signals to the rank's process group do not reach tools
             )
         )
         try:
             await process.ask("the import of rollout.tools", None, IMPORT_LIMIT_S)
-        except (ToolRaisedError, ToolTimeoutError, ToolDiedError) as error:
+        except ToolError as error:
             await process.end()
             raise UserError(f"rollout.tools: {error}") from error
         return process

@@ -1,12 +1,11 @@
 """Main program of a tool worker process: loads the tools and executes requests one at a time.
 
-A message is its length in 4 bytes followed by JSON. A request is [path of the tool, method, arguments]. Path and method
+A message is a line of JSON. A request is [path of the tool, method, arguments]. Path and method
 call a method of the process's environment; a path alone calls a function or creates the environment; an empty path
-deletes the environment. A reply is an object with `value`, `bytes` (in base64) or `error`.
+deletes the environment. A reply is an object with `value` or `error`.
 """
 
 import asyncio
-import base64
 import json
 import os
 import signal
@@ -21,7 +20,6 @@ from grpo_mp.utils.errors import UserError, one_line
 from grpo_mp.utils.processes import PR_SET_PDEATHSIG, prctl
 from grpo_mp.utils.user_code import load_attribute
 
-HEADER_BYTES = 4
 MOST_BYTES = 2**26  # maximum size of a reply
 
 
@@ -43,9 +41,8 @@ def serve(tools: Mapping[str, Mapping[str, Any] | None]) -> None:
         _send(replies, {"error": str(error)})
         return
     _send(replies, {"value": None})
-    while len(header := requests.read(HEADER_BYTES)) == HEADER_BYTES:
-        path, method, arguments = json.loads(requests.read(int.from_bytes(header)))
-        _send(replies, worker.answer(path, method, arguments))
+    for line in requests:
+        _send(replies, worker.answer(*json.loads(line)))
 
 
 def _load(path: str, arguments: Mapping[str, Any] | None) -> Any:
@@ -81,15 +78,14 @@ class _Worker:
 
 
 def _as_reply(value: Any) -> dict[str, Any]:
-    reply = {"bytes": base64.b64encode(value).decode()} if isinstance(value, bytes) else {"value": value}
+    reply = {"value": value.decode("utf-8", "replace") if isinstance(value, bytes) else value}
     if len(json.dumps(reply, default=str)) > MOST_BYTES:
         raise ValueError(f"the result has more than {MOST_BYTES} bytes")
     return reply
 
 
 def _send(replies: BinaryIO, reply: Mapping[str, Any]) -> None:
-    message = json.dumps(reply, default=str).encode()
-    replies.write(len(message).to_bytes(HEADER_BYTES) + message)
+    replies.write(json.dumps(reply, default=str).encode() + b"\n")
     replies.flush()
 
 

@@ -12,34 +12,23 @@ from typing import Any
 from transformers.utils import get_json_schema
 
 from grpo_mp.rollout.protocol import BoundedTools, ToolCall, ToolResult
-from grpo_mp.rollout.tool_processes import (
-    RemoteTool,
-    ToolDiedError,
-    ToolProcesses,
-    ToolRaisedError,
-    ToolTimeoutError,
-)
+from grpo_mp.rollout.tool_processes import ToolError, ToolProcess, ToolProcesses, ToolTimeoutError
 from grpo_mp.utils.errors import UserError, did_you_mean, one_line
 from grpo_mp.utils.files import encodable
 from grpo_mp.utils.user_code import load_attribute
 
 SETTING = "rollout.tools"
+RESET, REWARD = OF_EPISODES = ("reset", "get_reward")  # methods that the policy does not call
 PROCESSES = 16  # maximum number of concurrent calls of functions on one rank
 
 
 @dataclass(frozen=True)
-class EnvironmentClass:
-    """A class in `rollout.tools`.
+class Tool:
+    """A function, or a method of an environment class. `slots`: limits concurrent calls of BoundedTools."""
 
-    `tools`: names of its public methods; `resets`, `rewards`: whether it has `reset` and `get_reward`; `slots`: limits
-    concurrent calls of BoundedTools.
-    """
-
+    name: str  # for messages, with the name of the class
     path: str
-    name: str
-    tools: tuple[str, ...]
-    resets: bool
-    rewards: bool
+    method: str = ""
     slots: asyncio.Semaphore | None = None
 
 
@@ -52,8 +41,9 @@ class ToolKit:
     is called without arguments at the end of the episode.
     """
 
-    functions: Mapping[str, RemoteTool] = field(default_factory=dict)  # by tool name
-    classes: tuple[EnvironmentClass, ...] = ()
+    tools: Mapping[str, Tool] = field(default_factory=dict)  # by the name that the policy calls
+    resets: tuple[Tool, ...] = ()
+    rewards: tuple[Tool, ...] = ()
     schemas: tuple[dict[str, Any], ...] = ()
     processes: ToolProcesses = field(default_factory=lambda: ToolProcesses((), PROCESSES, {}))
 
@@ -62,31 +52,12 @@ class ToolKit:
 
         `limit_s`: time limit of a call [s]; `characters`: maximum length of a result.
         """
-        by_name = dict(self.functions)
-        resets, rewards = list[RemoteTool](), list[RemoteTool]()
+        environments = dict[str, ToolProcess]()
         async with AsyncExitStack() as opened:
-            for kind in self.classes:
-                process = await self.processes.make(RemoteTool(kind.name, kind.path), limit_s)
-                opened.push_async_callback(self.processes.drop, process, limit_s)
-
-                def method(name: str, kind: EnvironmentClass = kind, process: Any = process) -> RemoteTool:
-                    return RemoteTool(f"{kind.name}.{name}", kind.path, name, process)
-
-                by_name |= {name: method(name) for name in kind.tools}
-                resets += [method("reset")] if kind.resets else []
-                rewards += [method("get_reward")] if kind.rewards else []
-            close = opened.pop_all().aclose
-        slots = {name: kind.slots for kind in self.classes for name in kind.tools if kind.slots}
-        return EpisodeTools(
-            by_name,
-            slots,
-            resets=resets,
-            rewards=rewards,
-            limit_s=limit_s,
-            characters=characters,
-            processes=self.processes,
-            close=close,
-        )
+            for path in self.processes.makers:
+                environments[path] = await self.processes.make(path, limit_s)
+                opened.push_async_callback(self.processes.drop, environments[path], limit_s)
+            return EpisodeTools(self, environments, limit_s, characters, opened.pop_all().aclose)
 
     async def close(self) -> None:
         await self.processes.close()
@@ -94,25 +65,22 @@ class ToolKit:
 
 @dataclass(frozen=True)
 class EpisodeTools:
-    """The tools and environments of one episode."""
+    """The tools and environments of one episode. `environments`: their processes, by path."""
 
-    by_name: Mapping[str, RemoteTool]
-    slots: Mapping[str, asyncio.Semaphore]  # by tool name, shared by all episodes of the rank
-    resets: Sequence[RemoteTool]
-    rewards: Sequence[RemoteTool]
+    kit: ToolKit
+    environments: Mapping[str, ToolProcess]
     limit_s: float
     characters: int
-    processes: ToolProcesses
     close: Callable[[], Awaitable[None]]
 
     async def reset(self, columns: Mapping[str, Any]) -> str:
         """Call `reset` of the environments with the columns of the data row; return their concatenated texts."""
-        texts = [await self.processes.call(reset, columns, self.limit_s) for reset in self.resets]
+        texts = [await self._ask(reset, columns) for reset in self.kit.resets]
         return "".join(text for text in texts if text is not None)
 
     async def reward(self) -> float | None:
         """Return the sum of the environments' `get_reward`; None if no environment has a reward."""
-        rewards = [await self.processes.call(reward, {}, self.limit_s) for reward in self.rewards]
+        rewards = [await self._ask(reward, {}) for reward in self.kit.rewards]
         return sum(rewards) if rewards else None
 
     async def call(self, call: ToolCall) -> ToolResult:
@@ -123,18 +91,21 @@ class EpisodeTools:
     async def _result(self, call: ToolCall) -> ToolResult:
         if call.error:
             return ToolResult(f"Error: {call.error}", "raised")
-        if call.name not in self.by_name:
+        if not (tool := self.kit.tools.get(call.name)):
             return ToolResult(f"Error: there is no tool {call.name}"[: self.characters], "raised")
         try:
-            async with self.slots.get(call.name) or nullcontext():  # the time limit excludes the wait for a slot
-                value = await self.processes.call(self.by_name[call.name], call.arguments, self.limit_s)
-        except ToolTimeoutError as error:
-            return ToolResult(f"Error: {error}", "timeout")
-        except (ToolDiedError, ToolRaisedError) as error:
-            return ToolResult(f"Error: {error}"[: self.characters], "raised")
-        text = value if isinstance(value, str) else _as_text(value)
+            async with tool.slots or nullcontext():  # the time limit excludes the wait for a slot
+                value = await self._ask(tool, call.arguments)
+        except ToolError as error:
+            kind = "timeout" if isinstance(error, ToolTimeoutError) else "raised"
+            return ToolResult(f"Error: {error}"[: self.characters], kind)
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
         left_out = len(text) - self.characters
         return ToolResult(f"{text[: self.characters]}... ({left_out} characters left out)" if left_out > 0 else text)
+
+    async def _ask(self, tool: Tool, arguments: Mapping[str, Any]) -> Any:
+        request = (tool.path, tool.method, arguments)
+        return await self.kit.processes.call(tool.name, request, self.limit_s, self.environments.get(tool.path))
 
 
 def load_tools(
@@ -152,34 +123,41 @@ def load_tools(
         raise UserError(f"rollout.tool_args: {unknown!r} is not in {SETTING}{did_you_mean(unknown, paths)}")
     if missing := [name for name in variables if name not in os.environ]:
         raise UserError(f"rollout.tool_environment: the run has no variable {', '.join(missing)}: set it")
-    functions = dict[str, RemoteTool]()
-    classes = dict[str, EnvironmentClass]()
+    tools = list[tuple[str, Tool]]()
     schemas = list[dict[str, Any]]()
+    makers = dict[str, Mapping[str, Any]]()
     for path in paths:
         label = f"{SETTING} {path!r}"
         loaded = load_attribute(path, label)
         if isinstance(loaded, type):
-            classes[path] = _environment_class(path, loaded, arguments.get(path, {}), label)
-            schemas += [_schema(getattr(loaded, name), label) for name in classes[path].tools]
+            makers[path] = arguments.get(path, {})
+            methods = _methods(path, loaded, makers[path], label)
+            tools += methods.items()
+            schemas += [_schema(getattr(loaded, name), label) for name in methods if name not in OF_EPISODES]
         elif path in arguments:
             raise UserError(f"rollout.tool_args: {path!r} is a function, whose arguments are the policy's")
         elif callable(loaded):
-            functions[loaded.__name__] = RemoteTool(loaded.__qualname__, path)
+            tools.append((loaded.__name__, Tool(loaded.__qualname__, path)))
             schemas.append(_schema(loaded, label))
         else:
             raise UserError(f"{label}: a tool is a function or a class, not {type(loaded).__name__}")
     names = [schema["function"]["name"] for schema in schemas]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UserError(f"{SETTING}: two tools have the name {twice}: rename one")
-    makers = {path: arguments.get(path, {}) for path in classes}
     calls = ToolProcesses(tuple(paths), processes, makers, tuple(variables))
     if paths:
         asyncio.run(calls.check())
-    return ToolKit(functions, tuple(classes.values()), tuple(schemas), calls)
+    return ToolKit(
+        {name: tool for name, tool in tools if name not in OF_EPISODES},
+        resets=tuple(tool for name, tool in tools if name == RESET),
+        rewards=tuple(tool for name, tool in tools if name == REWARD),
+        schemas=tuple(schemas),
+        processes=calls,
+    )
 
 
-def _environment_class(path: str, kind: type, arguments: Mapping[str, Any], label: str) -> EnvironmentClass:
-    """Return the description of an environment class; create an instance to check the arguments at startup."""
+def _methods(path: str, kind: type, arguments: Mapping[str, Any], label: str) -> dict[str, Tool]:
+    """Return the public methods of an environment class; create an instance to check the arguments at startup."""
     try:
         made = kind(**arguments)
     except UserError:
@@ -187,28 +165,14 @@ def _environment_class(path: str, kind: type, arguments: Mapping[str, Any], labe
     except (Exception, SystemExit) as error:
         reason = f"{type(error).__name__}: {one_line(error)}"
         raise UserError(f"{label}: no environment can be made of {dict(arguments)}: {reason}") from error
-    members = inspect.getmembers(kind, inspect.isroutine)
-    names = [name for name, _ in members if not name.startswith("_") and name not in ("reset", "get_reward")]
-    return EnvironmentClass(
-        path,
-        kind.__qualname__,
-        tools=tuple(names),
-        resets=hasattr(kind, "reset"),
-        rewards=hasattr(kind, "get_reward"),
-        slots=asyncio.Semaphore(made.parallel) if isinstance(made, BoundedTools) else None,
-    )
+    slots = asyncio.Semaphore(made.parallel) if isinstance(made, BoundedTools) else None
+    names = [name for name, _ in inspect.getmembers(kind, inspect.isroutine) if not name.startswith("_")]
+    return {name: Tool(f"{kind.__qualname__}.{name}", path, name, slots) for name in names}
 
 
 def _schema(tool: Callable[..., Any], label: str) -> dict[str, Any]:
     try:
         schema: dict[str, Any] = get_json_schema(tool)
     except Exception as error:
-        reason = one_line(error)
-        raise UserError(f"{label}: a tool needs type hints and a docstring with `Args:`: {reason}") from error
+        raise UserError(f"{label}: a tool needs type hints and a docstring with `Args:`: {one_line(error)}") from error
     return schema
-
-
-def _as_text(value: Any) -> str:
-    if isinstance(value, bytes):
-        return value.decode("utf-8", "replace")
-    return json.dumps(value, ensure_ascii=False, default=str)
