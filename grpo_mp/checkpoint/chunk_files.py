@@ -181,20 +181,19 @@ def _overlaps(chunk: TensorChunk, index: Mapping[str, StoredTensor], folder: Pat
     """Return the intersections of a chunk with the stored pieces; refuse a folder where they do not cover it."""
     stored, found = index.get(chunk.name), list[_Overlap]()
     matrix = chunk.tensor.view(-1, 1) if chunk.tensor.dim() == 1 else chunk.tensor
+    first_row, first_column = (*chunk.offsets, 0)[:2]
     for piece in stored.pieces if stored and stored.shape == chunk.shape else ():
-        bounds = [
-            (max(start, other), min(start + size, other + other_size))
-            for start, size, other, other_size in zip(
-                chunk.offsets, chunk.tensor.shape, piece.offsets, piece.sizes, strict=True
-            )
-        ]
-        if stored and all(start < stop for start, stop in bounds):
-            (rows, own_rows), *columns = [
-                (range(start - at, stop - at), slice(start - own, stop - own))
-                for (start, stop), at, own in zip(bounds, piece.offsets, chunk.offsets, strict=True)
-            ]
-            of_row, own_columns = columns[0] if columns else (range(1), slice(0, 1))
-            found.append(_Overlap(piece, stored.dtype, rows=rows, columns=of_row, target=matrix[own_rows, own_columns]))
+        row, column = (*piece.offsets, 0)[:2]
+        height, width = (*piece.sizes, 1)[:2]
+        top = max(first_row, row)
+        left = max(first_column, column)
+        bottom = min(first_row + matrix.shape[0], row + height)
+        right = min(first_column + matrix.shape[1], column + width)
+        if stored and top < bottom and left < right:
+            target = matrix[top - first_row : bottom - first_row, left - first_column : right - first_column]
+            rows = range(top - row, bottom - row)
+            columns = range(left - column, right - column)
+            found.append(_Overlap(piece, stored.dtype, rows=rows, columns=columns, target=target))
     if sum(overlap.target.numel() for overlap in found) != chunk.tensor.numel():
         raise UserError(
             f"{folder}: the checkpoint lacks {chunk.name} {list(chunk.shape)} or a part of it: it is another model's, "

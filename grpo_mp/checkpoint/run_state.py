@@ -74,10 +74,7 @@ def read_manifest(folder: Path) -> TrainState:
         raise UserError(f"{folder / MANIFEST}: not a checkpoint manifest ({one_line(error)}): {hint}") from error
     for name, size in sizes.items():
         file = folder / name
-        try:
-            is_whole = file.is_file() and file.stat().st_size == size
-        except OSError as error:
-            raise UserError(f"{file} cannot be read ({error.strerror}): {hint}") from error
+        is_whole = file.is_file() and file.stat().st_size == size
         if not is_whole:
             raise UserError(f"{folder}: damaged checkpoint, {name} is missing or cut short: {hint}")
     return state

@@ -2,7 +2,6 @@
 
 A distributed optimizer keeps a contiguous slice of each flattened parameter. In the Hugging Face tensors such a slice
 is a few rectangles. Checkpoints store these rectangles, so that any layout can load what another layout saved.
-
 """
 
 from collections.abc import Iterator

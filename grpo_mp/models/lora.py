@@ -1,8 +1,7 @@
 """Parameter mapping of LoRA adapters: matrices A and B for each Hugging Face module, as in peft.
 
-Megatron fuses several of these modules into one (`linear_qkv`, `linear_fc1`). A fused module then has one adapter per
-Hugging Face module, each for a part of its output rows, so that gradients and updates equal peft's.
-
+A module that Megatron fuses of several (`linear_qkv`, `linear_fc1`) has one adapter per Hugging Face module, each for a
+part of its output rows, so that gradients and updates equal peft's.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

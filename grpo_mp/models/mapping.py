@@ -1,8 +1,7 @@
 """Parameter mapping: the relation of each Megatron parameter to Hugging Face tensors, as data.
 
 A family lists `Rule`s; `expand` turns them into one `Param` per Megatron parameter of the full model. Loading, export
-and weight sync use the same rules. This module knows neither files nor ranks, and does not import Megatron.
-
+and weight sync use the same rules.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence

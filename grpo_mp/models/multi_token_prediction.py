@@ -3,7 +3,6 @@
 DeepSeek-V3 (arXiv 2412.19437, section 2.2): a projection of [normed embedding of the next token, normed hidden state],
 a decoder layer, a norm, and the model's own embedding and output layer. Its layer number is `num_hidden_layers`, in
 Hugging Face files and here.
-
 """
 
 from collections.abc import Mapping

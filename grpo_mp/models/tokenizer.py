@@ -50,6 +50,6 @@ def _own_class(folder: Path) -> str:
     """Return the name of the tokenizer's class in the folder's code; "" if there is none."""
     file = folder / "tokenizer_config.json"
     named = (read_json(file) if file.exists() else {}).get("auto_map") or ()
-    named = named.get("AutoTokenizer") or () if isinstance(named, dict) else named
-    named = [named] if isinstance(named, str) else named
-    return next((str(name) for name in reversed(named) if name), "")
+    named = named.get("AutoTokenizer") if isinstance(named, dict) else named
+    names = [named] if isinstance(named, str) else named or ()
+    return next((str(name) for name in reversed(names) if name), "")

@@ -225,7 +225,6 @@ def sync_metrics(sync: SyncReport, check: CheckReport) -> dict[str, float]:
         "sync/bytes": sync.staged,
         "sync/bytes_sent": sync.sent,
         "sync/rounds": sync.rounds,
-        "sync/largest_round_bytes": sync.largest_round,
         "sync/bytes_per_s": sync.staged / sync.seconds,
         **(distance if check.tokens else {}),
         "sync/check/tokens": check.tokens,

@@ -78,10 +78,7 @@ class ShardSizes:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Transfer of a parameter group, or of a slice of the group, to one node.
-
-    Has slots to save memory: large jobs have tens of thousands of transfers.
-    """
+    """Transfer of a parameter group, or of a slice of the group, to one node; large jobs have tens of thousands."""
 
     names: tuple[str, ...]
     sources: tuple[tuple[tuple[int, int], ...], ...]  # for each name: (part, rank that sends the part) of each part
@@ -208,7 +205,7 @@ def _merge_sliced(
 ) -> list[ParamGroup]:
     """Merge adjacent sliced experts with equal holders and readers into groups of at most `most_bytes` for each slice.
 
-    Without merging, large jobs would have millions of transfers: one for each expert, slice and node.
+    Otherwise large jobs would have millions of transfers.
     """
     merged: list[ParamGroup] = []
     size = 0

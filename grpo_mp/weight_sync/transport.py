@@ -1,7 +1,7 @@
 """Transport of a round's staged weights from the ranks of an engine to the engine's processes.
 
 Each rank describes the shared memory that its engine process loads. The engine's host, the only rank with a client,
-sends all descriptions in one request. The engine unpickles only authenticated requests over loopback.
+sends all descriptions in one request.
 """
 
 import base64

@@ -65,8 +65,7 @@ class SyncReport:
     """Statistics of one sync on this rank.
 
     `engines`: number of updated engines that this rank hosts; `sent`: bytes sent to other ranks; `staged`: bytes of the
-    tensors that this rank staged for engines of its node; `rounds`: number of rounds; `largest_round`: maximum of
-    `staged` over the rounds.
+    tensors that this rank staged for engines of its node; `rounds`: number of rounds.
     """
 
     version: int
@@ -74,7 +73,6 @@ class SyncReport:
     sent: int
     staged: int
     rounds: int
-    largest_round: int
     seconds: float
 
 
@@ -100,13 +98,13 @@ class WeightSync:
         """
         started = time.monotonic()
         rounds = self.resharder.rounds
-        staged_bytes = list[int]()
+        staged_bytes = 0
         stages = self.resharder.stages(rounds)
         if self.link:
             self.link.begin()
         staged = next(stages, [])
         for round_ in rounds:
-            staged_bytes.append(sum(tensor.nbytes for _, tensor in staged))
+            staged_bytes += sum(tensor.nbytes for _, tensor in staged)
             with self.link.loading(round_, staged) if self.link else nullcontext():
                 staged = next(stages, [])
         if self.link:
@@ -115,9 +113,8 @@ class WeightSync:
             version=version,
             engines=int(self.link is not None and self.link.rollout.client is not None),
             sent=sum(map(self.resharder.sent_bytes, rounds)),
-            staged=sum(staged_bytes),
+            staged=staged_bytes,
             rounds=len(rounds),
-            largest_round=max(staged_bytes, default=0),
             seconds=time.monotonic() - started,
         )
 

@@ -227,7 +227,6 @@ def test_counts_and_speeds_follow_from_the_samples_of_all_ranks(
     }
     assert {name: line[name] for name in expected} == pytest.approx(expected)
     assert line["train/expert_load/max_over_mean"] >= 1
-    assert line["sync/largest_round_bytes"] <= line["sync/bytes"]
     assert all(math.isfinite(value) for value in line.values())
 
 
