@@ -22,11 +22,13 @@ from grpo_mp.planner.clusters import OVERHEADS, Cluster
 from grpo_mp.planner.model_configs import find_config
 from grpo_mp.planner.parameter_count import (
     ParameterCount,
+    StageLayers,
     adapter_counts,
     critic_parameter_counts,
+    layers_of_stages,
     local_parameter_counts,
+    with_mtp_layer,
 )
-from grpo_mp.planner.pipeline_layout import StageLayers, layers_of_stages, with_mtp_layer
 from grpo_mp.policy.parameter_bytes import BytesPerParameter, bytes_per_parameter
 from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rollout.engine_layout import (

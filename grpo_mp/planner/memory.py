@@ -13,8 +13,8 @@ from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.planner.activations import activation_bytes, forward_bytes, logits_bytes
 from grpo_mp.planner.clusters import OVERHEADS
 from grpo_mp.planner.engine_memory import EngineMemory, engine_memory, served_memory
+from grpo_mp.planner.engine_use import check_lengths, sync_round_bytes
 from grpo_mp.planner.job import PlannedJob
-from grpo_mp.planner.sync_use import check_lengths, sync_round_bytes
 from grpo_mp.policy.parameter_bytes import OPTIMIZER_PIECE_BYTES
 from grpo_mp.rollout.engine_layout import engine_host_ranks, engine_placements
 from grpo_mp.utils.phases import TRAINER, Phase, Residency

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from grpo_mp.algorithms.settings import needs_old_logprobs
-from grpo_mp.planner.generation import generation_use
+from grpo_mp.planner.engine_use import check_use, generation_use, save_moves_use, sleep_use, sync_use
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.memory import (
     BESIDE_A_SAVE,
@@ -15,9 +15,7 @@ from grpo_mp.planner.memory import (
     plan_memory,
     total_bytes,
 )
-from grpo_mp.planner.resource_use import ResourceUse, TimeEstimate, estimate_time
-from grpo_mp.planner.sync_use import check_use, save_moves_use, sleep_use, sync_use
-from grpo_mp.planner.training_use import logprob_use, optimizer_use, train_use
+from grpo_mp.planner.resource_use import ResourceUse, TimeEstimate, estimate_time, logprob_use, optimizer_use, train_use
 from grpo_mp.utils.phases import GIB
 
 ONCE_PER_RUN = (SubPhase.START, SubPhase.LOAD)

@@ -1,4 +1,4 @@
-"""FLOPs and bytes of one GPU in a phase, and the time they take."""
+"""FLOPs and bytes of one GPU in a phase of the trainer, and the time that they need."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -7,6 +7,8 @@ from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.clusters import Cluster
+from grpo_mp.planner.job import PlannedJob
+from grpo_mp.planner.parameter_count import ParameterCount
 
 GIGA = 1e9
 TERA = 1e12
@@ -111,3 +113,128 @@ def active_parameters(model: ModelShape, hf: HfConfig) -> int:
 def routed_parameters(model: ModelShape, experts: int) -> int:
     """Count the parameters of `experts` routed experts per MoE layer, over all MoE layers."""
     return model.num_moe_layers * experts * 3 * model.hidden_size * model.moe_ffn_hidden_size
+
+
+ACTIVATION_BYTES = 2  # per element sent between ranks: bfloat16
+
+
+def logprob_use(job: PlannedJob, passes: float) -> ResourceUse:
+    """Return the resource use of `passes` forward passes of the policy over a step, and of one critic pass."""
+    policy = (_forward_products(job) + _traffic_use(job)).scaled(passes)
+    critic = _critic_products(job.critic) + _traffic_use(job.critic) if job.has_critic else ResourceUse()
+    return replace(policy + critic, bubble=_bubble(job))
+
+
+def train_use(job: PlannedJob) -> ResourceUse:
+    """Return the resource use of all forward and backward passes of a step, of the policy and of a critic."""
+    use = _passes_of_an_epoch(job, _forward_products(job))
+    if job.has_critic:
+        use += _passes_of_an_epoch(job.critic, _critic_products(job.critic))
+    return replace(use.scaled(job.settings.training.epochs), bubble=_bubble(job))
+
+
+def _passes_of_an_epoch(job: PlannedJob, products: ResourceUse) -> ResourceUse:
+    """Return the resource use of a model's forward and backward passes in one epoch.
+
+    A backward pass has twice the FLOPs of a forward pass and twice its ring traffic (keys, values and their gradients);
+    it also gathers the inputs of tensor-parallel layers again. Full recomputation repeats the forward pass, but sends
+    nothing between stages. `products`: FLOPs of one forward pass.
+    """
+    recomputes, tokens = job.settings.training.recompute == "full", _computed_tokens(job) / job.train_ranks
+    use = _traffic_use(job) + _traffic_use(job, gathers=1.5, ring=2.0)
+    if recomputes:
+        use += _traffic_use(job, between_stages=0.0)
+    ahead = mtp_flops_per_token(job.model, job.hf, job.attention_context) * tokens
+    use += (products + ResourceUse(flops=ahead)).scaled(3 + recomputes)
+    if job.settings.model.lora:  # the frozen weights have no weight gradients
+        use += ResourceUse(flops=-2.0 * active_parameters(job.model, job.hf) * tokens)
+    return use
+
+
+def optimizer_use(job: PlannedJob, stage: int) -> ResourceUse:
+    """Return the resource use of a step's optimizer updates: reduce-scatter of gradients, Adam, all-gather of weights.
+
+    Optimizer state on the host is copied to the device and back. Both copies count in full, although they overlap.
+    """
+    updates = (_updates_use(model, model.policy_trained_counts[stage]) for model in job.models.values())
+    return sum(updates, ResourceUse())
+
+
+def _updates_use(job: PlannedJob, count: ParameterCount) -> ResourceUse:
+    """Return the resource use of the updates of one model. `count`: parameters that the rank trains."""
+    layout, per_parameter = job.settings.layout, job.per_parameter
+    model_bytes = per_parameter.gradients + per_parameter.weights
+    dense = count.dense * model_bytes * (1 - 1 / job.dense_shards)
+    expert = count.expert * model_bytes * (1 - 1 / job.expert_shards)
+    dense_in_node = layout.tensor * job.dense_shards <= job.gpus_per_node
+    expert_in_node = layout.expert * layout.expert_tensor * job.expert_shards <= job.gpus_per_node
+    moved = job.sharded_parameters(count) * 2 * per_parameter.host_optimizer
+    state = job.sharded_parameters(count) * 2 * (per_parameter.optimizer + per_parameter.host_optimizer)
+    update = ResourceUse(
+        device_bytes=state + moved + count.total * model_bytes,
+        host_link_bytes=moved,
+        nvlink_bytes=dense * dense_in_node + expert * expert_in_node,
+        network_bytes=dense * (not dense_in_node) + expert * (not expert_in_node),
+    )
+    return update.scaled(job.settings.optimizer_steps_per_step)
+
+
+def _computed_tokens(job: PlannedJob) -> float:
+    return job.settings.samples_per_step * job.mean_seq_len * job.packing.load_factor
+
+
+def _forward_products(job: PlannedJob) -> ResourceUse:
+    """Return the FLOPs of a forward pass over a step's samples, in model.dtype and FP8 by training.fp8_format."""
+    tokens = _computed_tokens(job) / job.train_ranks
+    flops = tokens * forward_flops_per_token(job.model, job.hf, job.attention_context)
+    if job.settings.training.fp8_format is None:
+        return ResourceUse(flops=flops)
+    in_fp8 = tokens * fp8_flops_per_token(job.model, job.hf)
+    return ResourceUse(flops=flops - in_fp8, fp8_flops=in_fp8)
+
+
+def _critic_products(job: PlannedJob) -> ResourceUse:
+    head = 2.0 * job.model.hidden_size * job.model.vocab_size
+    return _forward_products(job) + ResourceUse(flops=-_computed_tokens(job) * head / job.train_ranks)
+
+
+def _traffic_use(job: PlannedJob, gathers: float = 1.0, ring: float = 1.0, between_stages: float = 1.0) -> ResourceUse:
+    """Return what one GPU sends in a forward pass over a step's samples, for a stage with the mean number of layers.
+
+    `_bubble` accounts for stages with more layers. The arguments are factors for a pass that is not a plain forward:
+    `gathers` of sequence parallelism, within a node; `ring` of keys and values over context-parallel ranks;
+    `between_stages` of hidden states.
+    """
+    layout, model, per_node = job.settings.layout, job.model, job.gpus_per_node
+    tokens = _computed_tokens(job) / job.dp_size / layout.context
+    num_layers, num_moe_layers = model.num_layers / layout.pipeline, model.num_moe_layers / layout.pipeline
+    token_bytes, sequence_shard = model.hidden_size * ACTIVATION_BYTES, tokens / layout.tensor
+    heads = model.num_heads if model.mla_cache_dim else model.num_kv_heads
+    kv_bytes = heads * (model.qk_head_dim + model.v_head_dim) / layout.tensor * ACTIVATION_BYTES
+
+    gathered = gathers * 4 * num_layers * tokens * token_bytes * (layout.tensor - 1) / layout.tensor
+    ringed = ring * tokens * num_layers * kv_bytes * (layout.context - 1)
+    ring_in_node = layout.tensor * layout.context <= per_node
+    # Dispatch of tokens to experts, and combine.
+    routed = 2 * num_moe_layers * sequence_shard * model.experts_per_token * token_bytes * layout.expert_tensor
+    expert_group = layout.expert * layout.expert_tensor
+    to_other_nodes = max(0.0, 1 - per_node / expert_group)
+    in_node = max(0.0, (1 - 1 / expert_group) - to_other_nodes)
+    sent_on = between_stages * sequence_shard * token_bytes * (layout.pipeline > 1)
+    return ResourceUse(
+        nvlink_bytes=gathered + ringed * ring_in_node + routed * in_node,
+        network_bytes=ringed * (not ring_in_node) + routed * to_other_nodes + sent_on,
+    )
+
+
+def _bubble(job: PlannedJob) -> float:
+    """Return the idle time of the pipeline per busy time.
+
+    1F1B with p stages, v virtual stages and m micro-batches idles (p - 1) / (v * m) (arXiv 2104.04473, 2.2). Stages
+    wait in addition for the stage with the most layers.
+    """
+    layout = job.settings.layout
+    layers = [len(of_stage) for of_stage in job.stage_layers]
+    imbalance = max(layers) * layout.pipeline / sum(layers)
+    fill = (layout.pipeline - 1) / (layout.virtual_pipeline or 1) / job.packing.microbatches
+    return (1 + fill) * imbalance - 1

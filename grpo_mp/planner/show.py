@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from grpo_mp.distributed.layout import describe_parallelism
-from grpo_mp.planner.generation import running_sequences
+from grpo_mp.planner.engine_use import running_sequences
 from grpo_mp.planner.memory import BytesByKind, SubPhase, total_bytes
 from grpo_mp.planner.plan import Plan, check_fits
 from grpo_mp.planner.resource_use import GIGA, TERA

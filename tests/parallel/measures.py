@@ -31,7 +31,7 @@ from grpo_mp.distributed.layout import model_shape
 from grpo_mp.distributed.process_groups import Parallel, all_gather, sum_over_context
 from grpo_mp.models.fp8 import SCALE, quantize
 from grpo_mp.models.mapping import Param
-from grpo_mp.planner.pipeline_layout import layers_of_stages, with_mtp_layer
+from grpo_mp.planner.parameter_count import layers_of_stages, with_mtp_layer
 from grpo_mp.policy.checkpoint import load_policy
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.shared_prompt_attention import packed_sequences

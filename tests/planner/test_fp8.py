@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_mp.planner.training_use import logprob_use, train_use
+from grpo_mp.planner.resource_use import logprob_use, train_use
 from tests.planner.jobs import job_of
 
 IN_FP8 = {"training": {"fp8_format": "e4m3"}}

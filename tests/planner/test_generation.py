@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_mp.planner.generation import generation_use, running_sequences, samples_per_engine, simulate_rollout
+from grpo_mp.planner.engine_use import generation_use, running_sequences, samples_per_engine, simulate_rollout
 from grpo_mp.planner.memory import engine_memory
 from tests.planner.jobs import job_of
 

@@ -7,8 +7,12 @@ import pytest
 
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.planner.model_configs import published_config
-from grpo_mp.planner.parameter_count import critic_parameter_counts, local_parameter_counts
-from grpo_mp.planner.pipeline_layout import layers_of_stages, with_mtp_layer
+from grpo_mp.planner.parameter_count import (
+    critic_parameter_counts,
+    layers_of_stages,
+    local_parameter_counts,
+    with_mtp_layer,
+)
 from grpo_mp.policy.megatron_config import transformer_config
 from grpo_mp.utils.errors import UserError
 from tests.planner.jobs import job_of, settings_of

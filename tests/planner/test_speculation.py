@@ -4,11 +4,9 @@ import pytest
 
 from grpo_mp.distributed.coordinates import communicators
 from grpo_mp.planner.engine_memory import engine_memory
-from grpo_mp.planner.generation import accepted_tokens, generation_use, prefill_flops
+from grpo_mp.planner.engine_use import accepted_tokens, generation_use, prefill_flops, sync_use
 from grpo_mp.planner.job import PlannedJob
-from grpo_mp.planner.resource_use import active_parameters
-from grpo_mp.planner.sync_use import sync_use
-from grpo_mp.planner.training_use import train_use
+from grpo_mp.planner.resource_use import active_parameters, train_use
 from tests.planner.jobs import job_of
 
 GPUS, HIDDEN, LAYERS = 16, 7168, 61

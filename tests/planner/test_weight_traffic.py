@@ -12,10 +12,10 @@ from grpo_mp.distributed.coordinates import shard_holders, tp_size
 from grpo_mp.models.families import family_of
 from grpo_mp.models.mapping import Param
 from grpo_mp.planner.clusters import OVERHEADS, read_cluster
+from grpo_mp.planner.engine_use import sync_use
 from grpo_mp.planner.job import PlannedJob, make_job
 from grpo_mp.planner.memory import SubPhase, plan_memory
 from grpo_mp.planner.model_configs import named_config
-from grpo_mp.planner.sync_use import sync_use
 from grpo_mp.rollout.engine_layout import engine_host_ranks, engine_placements, expert_alignment
 from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY, Piece, Transfer, engine_readers, group_params, plan_sync
 from grpo_mp.weight_sync.wire import WireFormat
