@@ -14,8 +14,10 @@ if __name__ == "__main__":
 from grpo_mp import platform
 from grpo_mp.algorithms.evaluation import read_scores, step_file
 from grpo_mp.batching.step_batch import Assembly, StepBatch, UpdateBatches, assemble_step_batch, send_routed_experts
+from grpo_mp.batching.updates import StepRule, packing_rule
 from grpo_mp.checkpoint.run_state import resumable_checkpoints
 from grpo_mp.config import Settings, load_settings
+from grpo_mp.distributed.coordinates import data_parallel_size
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.monitor.samples import SHOWN_SAMPLES
 from grpo_mp.policy.trained_model import UpdateReport
@@ -118,16 +120,15 @@ def dump_rollouts(ctx: RolloutContext, rollouts: RolloutBatch, step: int) -> Non
 
 def send_experts(ctx: RolloutContext, rollouts: RolloutBatch, step: int) -> None:
     """Send the routed experts recorded by this rank's engine to the training ranks that replay them (R3)."""
+    settings, job = ctx.settings, ctx.job
+    if settings.training.router_replay != "R3":
+        return
+    dp_size = data_parallel_size(settings.layout, job.world_size - job.engine_ranks)
+    hidden_size = model_shape(ctx.inputs.hf).hidden_size
+    packing = packing_rule(settings.layout, settings.training, dp_size, hidden_size, settings.model.trains_mtp)
+    rule = StepRule(packing, settings.training, settings.run.seed)
     with ctx.phases.phase(Phase.SCORE):
-        hidden_size = model_shape(ctx.inputs.hf).hidden_size
-        send_routed_experts(
-            rollouts.of_own_engine,
-            rollouts.infos,
-            settings=ctx.settings,
-            job=ctx.job,
-            hidden_size=hidden_size,
-            step=step,
-        )
+        send_routed_experts(rollouts.of_own_engine, rollouts.infos, rule, step, job)
 
 
 def compute_advantages(ctx: TrainContext, rollouts: RolloutBatch, step: int) -> StepBatch:

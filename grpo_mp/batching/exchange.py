@@ -7,7 +7,8 @@ to the model replica that trains on it.
 
 import pickle
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -71,22 +72,8 @@ def redistribute(
 
 def _without_text(sample: Sample) -> Sample:
     """Return a copy with only the fields that training needs."""
-    tokens = sample.tokens
-    logprobs = sample.rollout_logprobs
-    versions = sample.weight_versions
-    return Sample(
-        sample.group_id,
-        sample.index,
-        prompt_tokens=sample.prompt_tokens,
-        tokens=tokens,
-        rollout_logprobs=logprobs,
-        weight_versions=versions,
-        truncated=sample.truncated,
-        generated=sample.generated,
-        teacher_logprobs=sample.teacher_logprobs,
-        teacher_topk=sample.teacher_topk,
-        part=sample.part,
-    )
+    unused: dict[str, Any] = {"text": "", "messages": (), "error": "", "extra": {}, "metrics": {}, "step_rewards": ()}
+    return replace(sample, **unused, reward=0.0, reward_terms={}, turn_ends=(), routed_experts=None, earlier=())
 
 
 def all_to_all(outgoing: Sequence[list[Item]], group: dist.ProcessGroup) -> list[Item]:

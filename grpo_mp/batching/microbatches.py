@@ -10,19 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Time of a sequence of n tokens, in arbitrary units: linear * n + quadratic * n**2.
+def compute_cost(length: int, hidden_size: int, prefix: int = 0) -> float:
+    """Return the time of `length` tokens that also attend to `prefix` preceding tokens, in arbitrary units.
 
-    For a dense transformer quadratic / linear is about 1 / (12 * hidden_size).
+    Attention of a dense transformer grows with the square of the length, by about 1 / (12 * hidden_size).
     """
-
-    linear: float = 1.0
-    quadratic: float = 0.0
-
-    def time(self, length: int, prefix: int = 0) -> float:
-        """Return the time of `length` tokens that also attend to `prefix` preceding tokens."""
-        return self.linear * length + self.quadratic * length * (2 * prefix + length)
+    return length + length * (2 * prefix + length) / (12 * hidden_size)
 
 
 @dataclass(frozen=True)
@@ -83,11 +76,7 @@ def plan_microbatches(
     `lengths`: tokens of prompt and response. `max_tokens`: largest size of a micro-batch in padded tokens; a longer
     sequence gets its own micro-batch. The number of micro-batches per rank is the smallest multiple of `multiple` that
     packing allows. `costs`: cost of each sample, balanced over bins (default: its tokens).
-
-    Raises ValueError for sizes below 1.
     """
-    if min(dp_size, max_tokens, align, multiple) < 1 or any(length < 1 for length in lengths):
-        raise ValueError("lengths, dp_size, max_tokens, align and multiple must be at least 1")
     padded = [round_up(length, align) for length in lengths]
     costs = costs or padded
     longest_first = sorted(range(len(padded)), key=lambda sample: (-padded[sample], sample))

@@ -4,7 +4,14 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from grpo_mp.batching.microbatches import Cost, MicroBatchPlan, MicroBatchSchedule, SharedPrompt, first_fit, round_up
+from grpo_mp.batching.microbatches import (
+    MicroBatchPlan,
+    MicroBatchSchedule,
+    SharedPrompt,
+    compute_cost,
+    first_fit,
+    round_up,
+)
 
 
 @dataclass(frozen=True)
@@ -31,9 +38,10 @@ class PackingUnit:
     def tokens(self) -> int:
         return self.prompt_length + sum(self.lengths)
 
-    def cost(self, cost: Cost) -> float:
+    def cost(self, hidden_size: int) -> float:
         """Return the time of the unit; every token of a sample also attends to the shared tokens."""
-        return cost.time(self.prompt_length) + sum(cost.time(length, prefix=self.shared) for length in self.lengths)
+        own = sum(compute_cost(length, hidden_size, self.shared) for length in self.lengths)
+        return compute_cost(self.prompt_length, hidden_size) + own
 
 
 def make_units(

@@ -22,9 +22,9 @@ from grpo_mp.batching.exchange import redistribute
 from grpo_mp.batching.packing import context_index
 from grpo_mp.batching.routed_experts import exchange_routed_experts
 from grpo_mp.batching.shared_prompts import SamplePrompt
-from grpo_mp.batching.updates import PackingRule, UpdatePlan, microbatches, padding_multiple, plan_updates, sample_order
+from grpo_mp.batching.updates import StepRule, UpdatePlan, microbatches, packing_rule, plan_updates, sample_order
 from grpo_mp.config import Settings
-from grpo_mp.distributed.coordinates import data_parallel_size, model_parallel_ranks
+from grpo_mp.distributed.coordinates import model_parallel_ranks
 from grpo_mp.distributed.process_groups import Job, Parallel, sum_over_context
 from grpo_mp.utils.types import MicroBatch, PerToken, Sample, SampleGroup, SampleInfo
 
@@ -73,9 +73,13 @@ def assemble_step_batch(
         assembly.estimator, infos, settings.algorithm.advantage, weights=assembly.reward_weights
     )
     advantages = _by_sequence(by_sample, [[part.response_tokens for part in info.sequences] for info in infos])
-    sequences, learns = _sequences(infos), [not is_masked(info, settings) for info in infos]
+    masks_failed = settings.rollout.failed == "mask"
+    sequences, learns = _sequences(infos), [not is_masked(info, settings.algorithm, masks_failed) for info in infos]
     sample_of = tuple(i for i, info in enumerate(infos) for _ in info.sequences)
-    plan = _plan(infos, settings, parallel.dp_size, hidden_size=assembly.hidden_size, step=step)
+    packing = packing_rule(
+        settings.layout, settings.training, parallel.dp_size, assembly.hidden_size, settings.model.trains_mtp
+    )
+    plan = _plan(infos, StepRule(packing, settings.training, settings.run.seed), step)
     samples = _exchange(groups, sequences, plan, assembly)
 
     def pack_update(update: UpdatePlan) -> tuple[MicroBatch, ...]:
@@ -134,54 +138,43 @@ def _exchange(
     return {index_of[key]: _with_topk(sample, assembly.settings.algorithm) for key, sample in samples.items()}
 
 
-def is_masked(info: SampleInfo, settings: Settings) -> bool:
+def is_masked(info: SampleInfo, algorithm: AlgorithmConfig, masks_failed: bool) -> bool:
     """Return whether a sample is left out of the loss: truncated, failed, or without a usable reward.
 
     If groups are compared without whitening, a sample without a reward has the advantage 0 and stays in the loss, as in
     TRL. Otherwise it is masked: without a baseline no advantage is neutral, and whitening would shift 0.
     """
-    algorithm = settings.algorithm
     advantage = algorithm.advantage
-    failed = settings.rollout.failed == "mask" and info.state in ("error", "timeout")
+    failed = masks_failed and info.state in ("error", "timeout")
     truncated = algorithm.filter.truncated == "mask" and info.truncated
     has_advantage = (advantage.compares_groups and not advantage.whiten) or not algorithm.learns_from_rewards
     return failed or truncated or not (info.is_scored or has_advantage)
 
 
 def send_routed_experts(
-    groups: list[SampleGroup], infos: Sequence[SampleInfo], settings: Settings, job: Job, hidden_size: int, step: int
+    groups: list[SampleGroup], infos: Sequence[SampleInfo], rule: StepRule, step: int, job: Job
 ) -> None:
     """Send the routed experts of `groups` to training ranks, from a rank that only hosts an engine.
 
     Training ranks receive them in `assemble_step_batch`.
     """
-    if settings.training.router_replay == "R3":
-        dp_size = data_parallel_size(settings.layout, job.world_size - job.engine_ranks)
-        plan = _plan(infos, settings, dp_size, hidden_size=hidden_size, step=step)
-        exchange_routed_experts(groups, _sequences(infos), plan, layers=(), job=job)
+    exchange_routed_experts(groups, _sequences(infos), _plan(infos, rule, step), layers=(), job=job)
 
 
-def _plan(
-    infos: Sequence[SampleInfo], settings: Settings, dp_size: int, hidden_size: int, step: int
-) -> tuple[UpdatePlan, ...]:
+def _plan(infos: Sequence[SampleInfo], rule: StepRule, step: int) -> tuple[UpdatePlan, ...]:
     """Plan the updates of a step. Samples are shuffled and split among updates; a sample's sequences stay together."""
-    training, sequences = settings.training, _sequences(infos)
-    order = sample_order(len(infos), training.shuffle, settings.run.seed, step)
+    sequences = _sequences(infos)
+    order = sample_order(len(infos), rule, step)
     starts = [0, *accumulate(len(info.sequences) for info in infos)]
-    rule = PackingRule(
-        *(settings.layout, dp_size, training.max_tokens_per_microbatch, hidden_size),
-        pad_multiple=padding_multiple(settings.layout, training),
-        with_mtp=settings.model.trains_mtp,
-    )
     prompts = [
         SamplePrompt(part.key if part.has_own_prompt else part.group_id, part.prompt_tokens) for part in sequences
     ]
     return plan_updates(
         [sequence.total_tokens for sequence in sequences],
-        training.updates_per_step,
-        rule,
+        rule.training.updates_per_step,
+        rule.packing,
         order=[i for number in order for i in range(starts[number], starts[number + 1])],
-        prompts=prompts if training.share_prompts else (),
+        prompts=prompts if rule.training.share_prompts else (),
         together=[len(infos[number].sequences) for number in order],
     )
 

@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from grpo_mp.batching.microbatches import Cost, MicroBatchSchedule, plan_microbatches, round_up
+from grpo_mp.batching.microbatches import MicroBatchSchedule, compute_cost, plan_microbatches, round_up
 from grpo_mp.batching.packing import pack, slice_context, with_mtp_targets
 from grpo_mp.batching.shared_prompts import SamplePrompt, make_units, unpack_units
 from grpo_mp.config.sections import LayoutConfig, TrainingConfig
@@ -28,6 +28,15 @@ class PackingRule:
     hidden_size: int  # of the model; balances attention cost against cost per token
     pad_multiple: int = 1  # the size of a micro-batch is a multiple of this number [tokens]
     with_mtp: bool = False  # a multi-token-prediction layer is trained
+
+
+@dataclass(frozen=True)
+class StepRule:
+    """Rules by which the samples of every step are divided into updates and micro-batches."""
+
+    packing: PackingRule
+    training: TrainingConfig
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -77,11 +86,11 @@ def plan_updates(
     )
 
 
-def sample_order(samples: int, shuffle: bool, seed: int, step: int) -> tuple[int, ...]:
-    """Return the order of a step's samples: unchanged, or a permutation seeded by `seed` and `step`."""
-    if not shuffle:
+def sample_order(samples: int, rule: StepRule, step: int) -> tuple[int, ...]:
+    """Return the order of a step's samples: unchanged, or a permutation seeded by the run's seed and `step`."""
+    if not rule.training.shuffle:
         return tuple(range(samples))
-    return tuple(np.random.default_rng([seed % 2**64, step]).permutation(samples).tolist())
+    return tuple(np.random.default_rng([rule.seed % 2**64, step]).permutation(samples).tolist())
 
 
 def plan_update(
@@ -93,7 +102,6 @@ def plan_update(
     is then also the token limit: fuller micro-batches need no more memory and less padding.
     """
     layout = rule.layout
-    cost = Cost(1.0, 1.0 / (12 * rule.hidden_size))
     align = alignment(rule.layout)
     longest = round_up(max(lengths, default=0), align)
     limit = max(rule.max_tokens, longest) if layout.pipeline > 1 else rule.max_tokens
@@ -104,7 +112,9 @@ def plan_update(
         max_tokens=limit,
         align=align,
         multiple=layout.microbatch_multiple,
-        costs=[unit.cost(cost) for unit in units] if prompts else [cost.time(length) for length in lengths],
+        costs=[unit.cost(rule.hidden_size) for unit in units]
+        if prompts
+        else [compute_cost(length, rule.hidden_size) for length in lengths],
     )
     schedule = unpack_units(schedule, units) if prompts else schedule
     return UpdatePlan(tuple(samples), schedule.padded_to_multiple(rule.pad_multiple), rule)
@@ -113,6 +123,14 @@ def plan_update(
 def alignment(layout: LayoutConfig) -> int:
     """Return the number of tokens that divides every padded length: 2 * context for zigzag slices, times tensor."""
     return layout.tensor * (2 * layout.context if layout.context > 1 else 1)
+
+
+def packing_rule(
+    layout: LayoutConfig, training: TrainingConfig, dp_size: int, hidden_size: int, with_mtp: bool = False
+) -> PackingRule:
+    """Return the packing rule of a run, from its settings."""
+    multiple = padding_multiple(layout, training)
+    return PackingRule(layout, dp_size, training.max_tokens_per_microbatch, hidden_size, multiple, with_mtp)
 
 
 def padding_multiple(layout: LayoutConfig, training: TrainingConfig) -> int:

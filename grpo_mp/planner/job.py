@@ -8,7 +8,7 @@ from statistics import NormalDist, fmean
 
 from grpo_mp.algorithms.settings import AlgorithmConfig, KLConfig
 from grpo_mp.batching.shared_prompts import SamplePrompt
-from grpo_mp.batching.updates import PackingRule, padding_multiple, plan_update
+from grpo_mp.batching.updates import PackingRule, packing_rule, plan_update
 from grpo_mp.config import Settings, SftSettings
 from grpo_mp.config.data_sections import DataConfig, TrainSetConfig
 from grpo_mp.config.sections import EngineConfig, RolloutConfig, SyncConfig
@@ -281,9 +281,7 @@ class PlannedJob:
         """Pack an update's micro-batches as the trainer does, with lognormal response lengths of the assumed mean."""
         training, rollout = self.settings.training, self.settings.rollout
         responses = self.responses(max(1, self.settings.samples_per_step // training.updates_per_step))
-        layout = self.settings.layout
-        sizes = (self.dp_size, training.max_tokens_per_microbatch, self.model.hidden_size)
-        rule = PackingRule(layout, *sizes, padding_multiple(layout, training))
+        rule = packing_rule(self.settings.layout, training, self.dp_size, self.model.hidden_size)
         return pack_update(responses, self.prompt_tokens, rollout.group_size * training.share_prompts, rule)
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from grpo_mp.checkpoint.chunk_files import PIECE_BYTES
 from grpo_mp.checkpoint.hf_writer import SHARD_BYTES
-from grpo_mp.config import Settings
+from grpo_mp.config.sections import RunConfig
 from grpo_mp.distributed.coordinates import PIPELINE, communicators, coordinates
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.planner.activations import activation_bytes, forward_bytes, logits_bytes
@@ -214,7 +214,7 @@ def _temporary_memory(job: PlannedJob, stage: int, sub_phase: SubPhase) -> dict[
         share = min(1.0, sum(check_lengths(job)) / job.microbatch_tokens)
         scored = max(share * forward_bytes(job, stage), logits_bytes(job, stage, backward=False))
         return {"sync rounds": staged, "activations": max(0.0, scored - staged)}
-    if sub_phase is SubPhase.SAVE and _exports(job.settings):
+    if sub_phase is SubPhase.SAVE and _exports(job.settings.run):
         # As in a sync, without the copy for the engine; a single rank has all tensors and needs no rounds.
         return {"export rounds": sync_round_bytes(job) * ROUNDS_OF_AN_ENGINE * (job.train_ranks > 1)}
     return {}
@@ -278,7 +278,7 @@ def _rank_host_memory(job: PlannedJob, sub_phase: SubPhase, stage: int, engine: 
         "reference": trained_bytes * job.has_reference,
         "former weights": trained_bytes * job.settings.keeps_former_weights,
         "checkpoint": _checkpoint_host_bytes(job, sub_phase),
-        "export": _export_host_bytes(job) * (sub_phase is SubPhase.SAVE and _exports(job.settings)),
+        "export": _export_host_bytes(job) * (sub_phase is SubPhase.SAVE and _exports(job.settings.run)),
         "engine weights": _backup_bytes(job, engine) * shared,
         "draft weights": engine.draft_weights * shared,
         **{name: weights for name, (weights, _) in served.items()},  # the host copy stays while a model is awake
@@ -301,8 +301,8 @@ def _rank_host_memory(job: PlannedJob, sub_phase: SubPhase, stage: int, engine: 
     return sizes
 
 
-def _exports(settings: Settings) -> bool:
-    return bool(settings.run.export) or settings.run.export_every > 0
+def _exports(run: RunConfig) -> bool:
+    return bool(run.export) or run.export_every > 0
 
 
 def _export_host_bytes(job: PlannedJob) -> float:

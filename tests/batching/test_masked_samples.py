@@ -75,13 +75,13 @@ def test_a_critics_numbers_are_of_the_tokens_that_train() -> None:
         ({}, {"is_scored": False}, False),  # its advantage is 0
         ({"advantage": {"scale": "none", "whiten": True}}, {"is_scored": False}, True),  # whitening would move it
         ({"advantage": {"baseline": "none", "scale": "none"}}, {"is_scored": False}, True),
-        ({"distillation": {"teacher": {"folder": "teacher"}}}, {"is_scored": False}, False),
+        ({"distillation": {"teacher": {"path": "teacher"}}}, {"is_scored": False}, False),
     ],
 )
 def test_which_samples_are_left_out(algorithm: dict[str, Any], info: dict[str, Any], masked: bool) -> None:
     values: dict[str, Any] = {"truncated": False} | info
     sample = SampleInfo(0, 0, 3, 4, 0.5, values.pop("truncated"), 0, **values)
-    assert is_masked(sample, settings(**algorithm)) is masked
+    assert is_masked(sample, settings(**algorithm).algorithm, True) is masked
 
 
 def test_a_response_that_drifted_is_left_out_as_a_whole() -> None:

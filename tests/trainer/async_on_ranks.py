@@ -23,9 +23,11 @@ import torch
 import torch.distributed as dist
 
 from grpo_mp.batching.step_batch import StepBatch, send_routed_experts
+from grpo_mp.batching.updates import StepRule, packing_rule
 from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.data.prompts import PromptSet
+from grpo_mp.distributed.coordinates import data_parallel_size
 from grpo_mp.distributed.layout import ModelShape, model_shape
 from grpo_mp.distributed.process_groups import Job, Parallel, broadcast, join_job, make_parallel, stop_parallel
 from grpo_mp.models.hf_config import HfConfig
@@ -202,7 +204,12 @@ def run(settings: Settings, job: Job, parallel: Parallel | None, steps: int, num
             assert any(
                 one.routed_experts is not None for group in rollouts.of_own_engine for one in group.samples
             ) == bool(routing)
-            send_routed_experts(rollouts.of_own_engine, rollouts.infos, settings, job, 64, step)
+            if settings.training.router_replay == "R3":
+                dp_size = data_parallel_size(settings.layout, job.world_size - job.engine_ranks)
+                rule = StepRule(
+                    packing_rule(settings.layout, settings.training, dp_size, 64), settings.training, settings.run.seed
+                )
+                send_routed_experts(rollouts.of_own_engine, rollouts.infos, rule, step, job)
         time.sleep(delays.expovariate(1 / 0.004))
         state = broadcast(replace(rollouts.state, step=step), job.group)
         if not settings.updates_running_groups:
