@@ -4,7 +4,6 @@ Shows device memory per rank, host memory per node, traffic and time of every ph
 status is 0 if it fits, 1 if not. Also plans settings files of `grpo-mp sft`, whose ranks only train. Starts nothing.
 """
 
-import argparse
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,8 +11,9 @@ from pathlib import Path
 from rich.console import Console
 
 from grpo_mp.config import Settings, SftSettings, is_pipeline, load_any_settings
+from grpo_mp.config.sections import LayoutConfig, TrainingConfig
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.planner.clusters import Cluster, cluster_names, read_cluster
+from grpo_mp.planner.clusters import cluster_names, read_cluster
 from grpo_mp.planner.model_configs import find_config
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.parsers import DOES_NOT_FIT, Parser, positive_int, settings_parser
@@ -24,38 +24,17 @@ DEFAULT_CLUSTER = "h100-80"
 def main(arguments: Sequence[str]) -> int:
     """Run the command line; return the exit status."""
     args = _parser().parse_intermixed_args(arguments)
-    assumed = _fill_in_machines(args)
     cluster = read_cluster(args.cluster)
     if is_pipeline(args.config):
         raise UserError(f"{args.config} is a pipeline: plan the settings file of each stage")
     settings = load_any_settings(args.config, args.overrides)
     hf, source = find_config(settings.model.path, args.model_config)
     console = Console(highlight=False, width=None if Console().is_terminal else 160)
-    console.print(f"model: {source}", *([assumed] if assumed else []), sep="\n")
+    console.print(f"model: {source}")
     if isinstance(settings, Settings) and hf.get("num_nextn_predict_layers") and not settings.model.trains_mtp:
         counted = "drafts for the engines" if settings.engine.speculative.drafts_by_mtp else "is not counted"
         console.print(f"its multi-token-prediction layer is not part of the policy: it {counted}")
-    try:
-        return _plan(settings, hf, cluster=cluster, args=args, console=console)
-    except UserError as error:
-        raise UserError(f"{error} ({assumed})" if assumed else str(error)) from error
 
-
-def _fill_in_machines(args: argparse.Namespace) -> str:
-    """Set missing --nodes and --cluster to their defaults; return a sentence with the assumed options, or ""."""
-    assumed = []
-    if args.nodes is None:
-        args.nodes = 1
-        assumed.append("--nodes 1")
-    if args.cluster is None:
-        args.cluster = DEFAULT_CLUSTER
-        assumed.append(f"--cluster {DEFAULT_CLUSTER}")
-    return f"assumed: {' '.join(assumed)}" if assumed else ""
-
-
-def _plan(
-    settings: Settings | SftSettings, hf: HfConfig, cluster: Cluster, args: argparse.Namespace, console: Console
-) -> int:
     # torch is slow to import; the help and the errors above do not need it.
     from grpo_mp.planner.job import make_job, make_sft_job
     from grpo_mp.planner.plan import check_fits, make_plan
@@ -64,34 +43,37 @@ def _plan(
     from grpo_mp.utils.log import log_to_terminal
 
     log_to_terminal()
+    machines = cluster, args.nodes, args.gpus_per_node, args.response_tokens
     if isinstance(settings, SftSettings):
-        job = make_sft_job(settings, hf, cluster, args.nodes, args.gpus_per_node, args.response_tokens)
+        job = make_sft_job(settings, hf, *machines)
     else:
         if find_spec("sglang"):  # a laptop may lack the engine
             check_arguments(settings.engine.args)
-        job = make_job(settings, hf, cluster, args.nodes, args.gpus_per_node, args.response_tokens)
+        job = make_job(settings, hf, *machines)
     if find_spec("megatron"):
-        _check_megatron_args(settings, job.hf)
+        _check_megatron_args(settings.layout, settings.training, settings.model.dtype, job.hf)
     plan = make_plan(job)
     show_plan(plan, console)
     return 0 if check_fits(plan).fits else DOES_NOT_FIT
 
 
-def _check_megatron_args(settings: Settings | SftSettings, hf: HfConfig) -> None:
+def _check_megatron_args(layout: LayoutConfig, training: TrainingConfig, dtype: str, hf: HfConfig) -> None:
     """Raise UserError if Megatron rejects the settings."""
     from grpo_mp.platform import prepare
 
     prepare()
     from grpo_mp.policy.megatron_config import check_overrides, transformer_config
 
-    check_overrides(settings.training.megatron_args)
-    transformer_config(settings.layout, settings.training, settings.model.dtype, hf)
+    check_overrides(training.megatron_args)
+    transformer_config(layout, training, dtype, hf)
 
 
 def _parser() -> Parser:
     parser = settings_parser("plan", __doc__)
-    parser.add_argument("--cluster", help=f"{', '.join(cluster_names())}, or a YAML file (default: {DEFAULT_CLUSTER})")
-    parser.add_argument("--nodes", type=positive_int, help="default: 1")
+    names = ", ".join(cluster_names())
+    cluster = f"{names}, or a YAML file (default: {DEFAULT_CLUSTER})"
+    parser.add_argument("--cluster", default=DEFAULT_CLUSTER, help=cluster)
+    parser.add_argument("--nodes", type=positive_int, default=1, help="default: 1")
     parser.add_argument("--gpus-per-node", type=positive_int, help="default: that of the cluster")
     parser.add_argument("--model-config", type=Path, help="config.json to use where model.path does not exist")
     parser.add_argument(

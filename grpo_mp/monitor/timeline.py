@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from grpo_mp.monitor.metrics import metric_name
@@ -47,7 +46,6 @@ class Timeline:
         lane = {"ph": "M", "name": "thread_name", "pid": rank, "tid": 0, "args": {"name": "policy"}}
         write_atomically(path, "[\n" + _join_events([*earlier, process, lane]))
         self._path, self._file = path, path.open("a", encoding="utf-8")
-        self._writing = Lock()
 
     def now_ns(self) -> int:
         """Return nanoseconds since the epoch; the values never decrease within this process."""
@@ -72,17 +70,15 @@ class Timeline:
 
     def close(self) -> None:
         """End the file as valid JSON."""
-        with self._writing:
-            if not self._file.closed:
-                self._write("\n]\n")
-                with suppress(OSError):  # the disk is full
-                    self._file.close()
+        if not self._file.closed:
+            self._write("\n]\n")
+            with suppress(OSError):  # the disk is full
+                self._file.close()
 
     def _record(self, event_type: str, name: str, time_ns: int) -> None:
         event = {"ph": event_type, "name": name, "pid": self._rank, "tid": 0, "ts": time_ns / 1000}
-        with self._writing:
-            if not self._file.closed:
-                self._write(",\n" + json.dumps(event))
+        if not self._file.closed:
+            self._write(",\n" + json.dumps(event))
 
     def _write(self, text: str) -> None:
         """Append text to the file; on a full disk the event is lost."""
@@ -116,22 +112,16 @@ def read_trace(path: Path) -> list[Event]:
     return events
 
 
-def open_spans(events: Sequence[Event]) -> list[Event]:
-    """Return the begin events of the spans that have not ended, outermost first."""
+def close_open_spans(events: list[Event]) -> list[Event]:
+    """Return the events and, for each span that a killed process left open, an end event at the last known time."""
     spans: list[Event] = []
     for event in events:
         if event["ph"] == "B":
             spans.append(event)
-        elif event["ph"] == "E" and spans:  # else the begin event is damaged or older
+        elif event["ph"] == "E" and spans:  # else the begin event is damaged
             spans.pop()
-    return spans
-
-
-def close_open_spans(events: list[Event]) -> list[Event]:
-    """Return the events and, for each span that a killed process left open, an end event at the last known time."""
     last_ts = max((event["ts"] for event in events if "ts" in event), default=0)
-    ends = [{**event, "ph": "E", "ts": last_ts} for event in reversed(open_spans(events))]
-    return [*events, *ends]
+    return [*events, *({**span, "ph": "E", "ts": last_ts} for span in reversed(spans))]
 
 
 def merge_traces(run_folder: Path) -> Path:
