@@ -83,12 +83,11 @@ class Settings(TrainerSettings):
             )
 
     def _timeout_problems(self) -> Iterator[str]:
-        rollout, judge, phase_s = self.rollout, self.reward.judge, self.monitor.phase_timeout_s
+        rollout, phase_s = self.rollout, self.monitor.phase_timeout_s
         limits = {
             "rollout.group_timeout_s": rollout.group_timeout_s,
             "reward.timeout_s": self.reward.timeout_s,
             "rollout.limits.episode_s": rollout.limits.episode_s if rollout.rollout_function else 0.0,
-            "reward.judge.timeout_s with retries": judge.longest_s if judge else 0.0,
         }
         for name, limit in limits.items():
             if phase_s < limit:

@@ -16,15 +16,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from grpo_mp.rewards.base import RewardError, Values
-from grpo_mp.rewards.settings import (
-    BACKOFF_S,
-    JUDGE_FIELDS,
-    JUDGE_TEMPLATE,
-    LARGEST_SCORE,
-    RETRIES,
-    JudgeConfig,
-    RewardModelConfig,
-)
+from grpo_mp.rewards.settings import JUDGE_FIELDS, JUDGE_TEMPLATE, LARGEST_SCORE, JudgeConfig, RewardModelConfig
 from grpo_mp.utils.errors import UserError, one_line
 from grpo_mp.utils.redact import without_secrets
 from grpo_mp.utils.section import ServedModelConfig
@@ -35,6 +27,9 @@ JUDGE_PATH = "/chat/completions"
 SCORE = re.compile(r"(?i)score[\s:*]*(-?\d+(?:\.\d+)?)")
 CONCURRENT_REQUESTS = 32  # to a judge, per rank
 SEPARATOR = "\n\n"  # ends a step; the last step ends with the response
+RETRIES = 2  # of a request to a served model or judge
+BACKOFF_S = 1.0  # before the first retry, doubled before each further one, times 0.5 to 1.5 at random
+JUDGE_TIMEOUT_S = 60.0  # of a request, which scores one response
 TIMEOUT_S = 300.0  # of a request, which scores one group
 KEEPALIVE_S = 2.0  # less than the five seconds after which SGLang closes an idle connection
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -68,7 +63,7 @@ class ServedModelClient:
         self._key = os.environ[variable].strip() if variable else ""
         self._servers = cycle([Server(settings.url, {"Authorization": f"Bearer {self._key}"} if self._key else {})])
         self._http = httpx.Client(
-            timeout=settings.timeout_s if isinstance(settings, JudgeConfig) else TIMEOUT_S,
+            timeout=JUDGE_TIMEOUT_S if isinstance(settings, JudgeConfig) else TIMEOUT_S,
             # A proxy of the environment leads to endpoints outside of the cluster, not to the cluster's servers.
             trust_env=isinstance(settings, JudgeConfig) and urlsplit(settings.url).hostname not in LOOPBACK,
             limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S),

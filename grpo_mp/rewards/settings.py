@@ -16,8 +16,6 @@ DATA_SET = "data_set"  # column that holds the name of a row's data set in a mix
 EPISODE, MODEL = "episode", "model"  # values of reward.steps: rewards by the rollout function, or by the served model
 THINK_TAGS = ("<think>", "</think>")
 LARGEST_SCORE = 10.0  # of a judge; its scores from 0 are mapped to [0, 1]
-RETRIES = 2  # of a request to a served model or judge
-BACKOFF_S = 1.0  # before the first retry, doubled before each further one, times 0.5 to 1.5 at random
 JUDGE_FIELDS = re.compile(r"\{(question|answer|conversation|reference)\}")
 JUDGE_TEMPLATE = """\
 Judge how an assistant has answered a question or solved a task by the reference. Each message of the conversation is \
@@ -88,11 +86,6 @@ class JudgeConfig(Section):
     request: dict[str, Any] = Field(
         {"temperature": 0.0}, description="other fields of the request, such as max_tokens or response_format"
     )
-    timeout_s: float = Field(60.0, gt=0, description="time limit of one request, in seconds")
-
-    @property
-    def longest_s(self) -> float:
-        return self.timeout_s * (RETRIES + 1) + 1.5 * BACKOFF_S * (2**RETRIES - 1)
 
     @field_validator("template")
     @classmethod
@@ -132,7 +125,6 @@ class RewardConfig(Section):
     episode: float = Field(0.0, description="weight of the reward that rollout.function gives an episode")
     boxed: float = Field(0.0, description=r"weight of the format: 1 if the response has a \boxed{} answer, else 0")
     boxed_answer: Literal["last", "first"] = Field("last", description="which \\boxed{} of a response is its answer")
-    length: float = Field(0.0, description="weight of tokens / limit; negative penalizes length")
     think: ThinkConfig = Field(ThinkConfig(), description="R1's format of thinking and answer")
     language: LanguageConfig = Field(LanguageConfig(), description="language consistency of the thinking, as in R1")
     overlong: OverlongConfig = Field(OverlongConfig(), description="penalty of responses near the length limit")
@@ -187,7 +179,7 @@ class RewardConfig(Section):
         }
         span = sum(map(abs, (*weights.values(), *self.functions.values())))  # highest minus lowest reward
         penalties = {"overlong": self.overlong.weight * (span / 2 or 1.0), "repetition": self.repetition}
-        return weights | penalties | {"length": self.length}
+        return weights | penalties
 
     @property
     def term_weights(self) -> dict[str, float]:

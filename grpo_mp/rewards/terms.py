@@ -62,7 +62,6 @@ def _rules(settings: RewardConfig, max_response_tokens: int) -> dict[str, GroupV
         "episode": _by_sample(lambda sample: sample.episode_reward),
         "boxed": _by_sample(lambda sample: float(boxed_answer(sample.text) is not None)),
         "think": _by_sample(lambda sample: think_format(sample.text, THINK_TAGS, settings.think.opened)),
-        "length": _by_sample(lambda sample: min(1.0, len(sample.tokens) / max_response_tokens)),
         "overlong": _by_sample(lambda sample: overlong_penalty(len(sample.tokens), max_response_tokens, buffer)),
         "repetition": _by_sample(lambda sample: repetition_penalty(sample.tokens)),
     }

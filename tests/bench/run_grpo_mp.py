@@ -72,7 +72,7 @@ def make_settings(folder: Path, run_folder: Path, steps: int, schedule: str, sta
             "max_response_tokens": w.LONGEST,
             **({} if staleness is None else {"max_staleness": staleness}),
         },
-        "reward": {"length": 1.0},
+        "reward": {"repetition": 1.0},
         "algorithm": {"kl": {"coef": w.KL_WEIGHT}},
         "optimizer": {
             "lr": w.LEARNING_RATE,

@@ -222,7 +222,7 @@ def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
         ("training: {recompute: full}", ""),
         ("training: {epochs: 2}", "training.epochs was 1, is now 2"),
         ("optimizer: {lr: 1.0, min_lr: 0.5, warmup_updates: 3, lr_schedule: cosine}", ""),
-        ("reward: {timeout_s: 5.0, code: {timeout_s: 3.0}, judge: {timeout_s: 3.0}}", ""),
+        ("reward: {timeout_s: 5.0, code: {timeout_s: 3.0}}", ""),
         ("rollout: {temperature: 0.5}", "rollout.temperature was 1.0, is now 0.5"),
         ("data: {eval: {new: {path: a.jsonl, samples: 4}}}", ""),
         ("data: {system_prompt: Think.}", "data.system_prompt was None, is now 'Think.'"),

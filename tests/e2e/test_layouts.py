@@ -26,7 +26,7 @@ def mixture(folder: Path, train: Path, served: bool) -> str:
     (folder / "others.jsonl").write_text("\n".join(map(json.dumps, rows)))
     model = ", model: 0.5" * served
     sums = f"sums: {{path: {train}, weight: 3, reward: {{letters: 1.0, answer: 2.0{model}}}}}"
-    others = f"others: {{path: {folder / 'others.jsonl'}, reward: {{letters: -1.0, length: 0.1}}}}"
+    others = f"others: {{path: {folder / 'others.jsonl'}, reward: {{letters: -1.0, repetition: 0.1}}}}"
     return f"data.train={{{sums}, {others}}}"
 
 
@@ -43,8 +43,8 @@ def check_mixture(run: Path, train: Path, served: float) -> None:
                 assert row["reward"] == pytest.approx(terms["letters"] + 2 * terms["answer"] + served * score)
             else:
                 assert row["prompt"].startswith("How many ")
-                assert terms.keys() == {"letters", "length"}
-                assert row["reward"] == pytest.approx(0.1 * terms["length"] - terms["letters"])
+                assert terms.keys() == {"letters", "repetition"}
+                assert row["reward"] == pytest.approx(0.1 * terms["repetition"] - terms["letters"])
 
 
 def check_served_scores(run: Path, model: Path) -> None:

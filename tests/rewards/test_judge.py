@@ -92,9 +92,12 @@ def test_an_episode_is_judged_by_all_of_its_messages(server: Server, make_group:
 
 
 @pytest.mark.parametrize("failure", [(429, "slow down"), SLOW, "Score: 11"])
-def test_failures_that_pass_are_retried(failure: Any, server: Server, make_group: MakeGroup) -> None:
+def test_failures_that_pass_are_retried(
+    failure: Any, server: Server, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server.failures = [failure, failure]
-    assert score(server.url, make_group(["abcd"]), timeout_s=limit_s(failure))[0] == [0.4]
+    monkeypatch.setattr("grpo_mp.rewards.reward_model.JUDGE_TIMEOUT_S", limit_s(failure))
+    assert score(server.url, make_group(["abcd"]))[0] == [0.4]
     assert len(server.bodies) == 3
 
 
@@ -113,18 +116,17 @@ def test_a_judge_that_fails(
     """Stopping names judge, prompt and sample, never the key; else only the sample that was not judged is affected."""
     monkeypatch.setenv("JUDGE_KEY", KEY)
     monkeypatch.setattr("grpo_mp.rewards.reward_model.CONCURRENT_REQUESTS", 1)
-    limits: dict[str, Any] = {"timeout_s": limit_s(failure)}
+    monkeypatch.setattr("grpo_mp.rewards.reward_model.JUDGE_TIMEOUT_S", limit_s(failure))
     monkeypatch.setattr("grpo_mp.rewards.reward_model.RETRIES", 1)
-    limits["api_key_env"] = "JUDGE_KEY"
     server.failures = [failure] * calls
     where = rf"^reward judge: prompt 12: j1 at {server.url}chat/completions "
     with pytest.raises(UserError, match=rf"{where}{sentence}.*; sample 0: 'ab'") as raised:
-        score(server.url, make_group(["ab"]), **limits)
+        score(server.url, make_group(["ab"]), api_key_env="JUDGE_KEY")
     assert KEY not in str(raised.value)
     assert "\n" not in str(raised.value)
     assert len(server.bodies) == calls
     server.failures = [failure] * calls
-    rewards, stats, scored = score(server.url, make_group(["ab", "abcd"]), on_error="skip", **limits)
+    rewards, stats, scored = score(server.url, make_group(["ab", "abcd"]), on_error="skip", api_key_env="JUDGE_KEY")
     assert rewards == [0.4, 0.4]  # the mean of the others
     assert [sample.reward_terms for sample in scored.samples] == [{}, {"judge": 0.4}]
     assert [sample.is_correct for sample in scored.samples] == [None, False]

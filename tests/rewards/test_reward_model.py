@@ -102,7 +102,7 @@ def test_a_model_that_the_job_serves_gives_later_what_one_elsewhere_gives_at_onc
     """`score_group` and `finish_group` together are `score_group` of the same server by its URL."""
 
     def scorer(**where: str) -> Scorer:
-        reward = {"model": {"weight": 0.5, **where}, **steps, "on_error": on_error, "length": 0.3}
+        reward = {"model": {"weight": 0.5, **where}, **steps, "on_error": on_error, "repetition": 0.3}
         return Scorer(RewardConfig.model_validate(reward), 10, decode=lambda tokens: "".join(map(chr, tokens)))
 
     group = make_group(["a", "a\n\nc", "dd"])

@@ -150,7 +150,7 @@ def test_a_part_that_failed_or_does_not_apply_decides_nothing(
 def test_a_set_has_its_own_terms(rule: str, make_group: MakeGroup) -> None:
     """Its weights take the place of the settings'; which of its answers are right follows from its own terms."""
     settings = RewardConfig(answer=1.0, boxed=0.5, functions={rule: 0.0})
-    sets = {"math": {"answer": 2.0}, "form": {"boxed": 1.0, "length": -0.5}, "mine": {"rule": 3.0}}
+    sets = {"math": {"answer": 2.0}, "form": {"boxed": 1.0, "repetition": 1.0}, "mine": {"rule": 3.0}}
     built = Scorer(settings, max_response_tokens=10, set_weights=sets)
 
     def score(name: str) -> tuple[list[float], list[bool | None], set[str]]:
@@ -159,12 +159,12 @@ def test_a_set_has_its_own_terms(rule: str, make_group: MakeGroup) -> None:
         return [sample.reward for sample in samples], correct, set(samples[0].reward_terms)
 
     assert score("math") == ([2.0, 0.0], [True, False], {"answer"})
-    assert score("form") == ([0.55, 0.55], [None, None], {"boxed", "length"})
+    assert score("form") == ([1.0, 1.0], [None, None], {"boxed", "repetition"})
     assert score("mine") == ([4.5, 1.5], [None, None], {"rule"})
     assert score("other") == ([1.5, 0.5], [True, False], {"answer", "boxed", "rule"})
     built.close()
     built = Scorer(settings.model_copy(update={"correct": "answer"}), 10, set_weights=sets)
-    assert score("form") == ([0.55, 0.55], [True, False], {"answer", "boxed", "length"})
+    assert score("form") == ([1.0, 1.0], [True, False], {"answer", "boxed", "repetition"})
     built.close()
 
 
@@ -256,9 +256,9 @@ def test_threads_may_score_at_once(scorer: Callable[..., Scorer], make_group: Ma
 def test_a_scorer_of_another_limit_shares_all_but_it_and_the_counts(
     scorer: Callable[..., Scorer], make_group: MakeGroup
 ) -> None:
-    built = scorer({"never": 1.0, "answer": 1.0}, length=1.0)
+    built = scorer({"never": 1.0, "answer": 1.0}, overlong={"weight": 1.0, "buffer_tokens": 8})
     other = built.with_limit(20)
-    found = [one.score_group(make_group(["12345"])).samples[0].reward_terms["length"] for one in (built, other)]
-    assert found == [0.5, 0.25]
+    found = [one.score_group(make_group(["12345"])).samples[0].reward_terms["overlong"] for one in (built, other)]
+    assert found == [-0.375, 0.0]
     assert other.term_weights == built.term_weights
     assert built.with_limit(10).score_group(make_group(["12345"])) == built.score_group(make_group(["12345"]))

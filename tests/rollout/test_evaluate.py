@@ -67,7 +67,7 @@ def test_a_group_past_its_limit_counts_as_wrong_answers(tiny_run: TinyRun) -> No
 
 def test_terms_of_the_length_know_the_limit_of_their_set(tiny_run: TinyRun) -> None:
     """A right answer of 12 tokens is too long in a rollout of 16, and short in a set whose limit is 64."""
-    reward = ["reward.answer=1", "reward.overlong={weight: 1.0, buffer_tokens: 8}", "reward.length=1"]
+    reward = ["reward.answer=1", "reward.overlong={weight: 1.0, buffer_tokens: 8}"]
     overrides = [*reward, "data.eval.arithmetic.samples=1", "rollout.max_response_tokens=16"]
 
     def terms_of(limit: int) -> dict[str, float]:
@@ -81,4 +81,3 @@ def test_terms_of_the_length_know_the_limit_of_their_set(tiny_run: TinyRun) -> N
         found = terms_of(limit)
         assert found["answer"] == 1.0
         assert found["overlong"] == penalty
-        assert found["length"] == 12 / limit
