@@ -15,7 +15,6 @@ from torch.distributed import distributed_c10d
 from grpo_mp import platform
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import RankCoordinates, coordinates, data_parallel_size, model_parallel_ranks
-from grpo_mp.distributed.ports import claim_ports
 from grpo_mp.distributed.rendezvous import rendezvous
 
 Value = TypeVar("Value")
@@ -27,8 +26,7 @@ WAITED_PHASES = 5
 class Job:
     """All ranks of the job: training ranks first, then ranks that only host engines (`engine.ranks`).
 
-    Training and engine ranks have separate default groups in torch, because Megatron divides a model over its whole
-    default group. A training rank has the same number in the job and in its default group.
+    Both kinds have default groups of their own in torch, because Megatron divides a model over its whole default group.
     """
 
     rank: int
@@ -84,7 +82,7 @@ def megatron_sizes(layout: LayoutConfig) -> dict[str, int | None]:
 
 
 def start_parallel(layout: LayoutConfig, seed: int, timeout_s: float, name: str = "job") -> Parallel:
-    """Join a job in which all ranks train, and create all process groups. torchrun or srun describes the job.
+    """Join a job in which all ranks train, and create all process groups.
 
     After `stop_parallel` a process may join again under another `name`.
     """
@@ -92,19 +90,17 @@ def start_parallel(layout: LayoutConfig, seed: int, timeout_s: float, name: str 
 
 
 def join_job(timeout_s: float, engine_ranks: int = 0, name: str = "job") -> Job:
-    """Join the job that torchrun's or srun's environment describes.
-
-    `engine_ranks`: number of ranks, at the end, that only host engines.
-    """
+    """Join the job that torchrun's or srun's environment describes. `engine_ranks`: ranks that only host engines."""
     timeout = datetime.timedelta(seconds=timeout_s)
     store, rank, world_size = rendezvous(timeout)
     store = dist.PrefixStore(name, store)
     train_ranks = world_size - engine_ranks
-    own = (rank, train_ranks, "train") if rank < train_ranks else (rank - train_ranks, engine_ranks, "engines")
-    own_rank, own_size, own_name = own
-    own_store = dist.PrefixStore(own_name, store) if engine_ranks else store
-    backend = "gloo" if own_name == "engines" else platform.backend()
-    dist.init_process_group(backend, store=own_store, rank=own_rank, world_size=own_size, timeout=timeout)
+    if rank < train_ranks:
+        own_store = dist.PrefixStore("train", store)
+        dist.init_process_group(platform.backend(), store=own_store, rank=rank, world_size=train_ranks, timeout=timeout)
+    else:
+        own_store, own_rank = dist.PrefixStore("engines", store), rank - train_ranks
+        dist.init_process_group("gloo", store=own_store, rank=own_rank, world_size=engine_ranks, timeout=timeout)
     if engine_ranks:
         long = WAITED_PHASES * timeout
         group = device_group = _join_group("gloo", store, rank=rank, world_size=world_size, timeout=long)
@@ -134,8 +130,8 @@ def _join_group(
 ) -> dist.ProcessGroup:
     """Create a process group of ranks beyond torch's default group, as SGLang's `init_custom_process_group` does.
 
-    torch has no public function for this. Ranks are numbered relative to this rank's number in the default group, so
-    that `dist.get_rank(group)` is right. Address peers by their rank in the group (`group_dst`, `group_src`).
+    Ranks are numbered relative to this rank's number in the default group, so that `dist.get_rank(group)` is right.
+    Address peers by their rank in the group (`group_dst`, `group_src`).
     """
     name = distributed_c10d.GroupName(f"job_{backend}")
     group, _ = distributed_c10d._new_process_group_helper(
@@ -217,9 +213,8 @@ def replica_groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 @contextmanager
 def single_rank_environment() -> Iterator[None]:
     """Set the environment variables of a one-rank job while the `with` body runs; restore them afterwards."""
-    claim = claim_ports()
     variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(claim.port)}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # one rank opens no socket there
     saved = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -229,7 +224,6 @@ def single_rank_environment() -> Iterator[None]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
-        claim.release()
 
 
 def stop_parallel() -> None:

@@ -3,11 +3,9 @@
 TransformerEngine's precision-aware Adam may store only the remainder of a float32 main weight: the lower 16 bits, which
 the bfloat16 weight lacks.
 
-With `optimizer.offload=host` the state stays in pinned host memory and is updated on the device piece by piece.
-Megatron clips gradients by their global norm and then calls Adam's `step` once. `HostState.step` pipelines the pieces:
-while TransformerEngine's step updates one piece, the next piece is copied to the device and the previous one back.
-Nothing overlaps the backward pass, because the norm needs all gradients. Adam is elementwise, so the result is bitwise
-equal to an update of the whole state. Weights and gradients stay on the device; a piece uses views of them.
+With `optimizer.offload=host` the state stays in pinned host memory. `HostState.step` updates it on the device piece by
+piece: while TransformerEngine's step updates one piece, the next piece is copied to the device and the previous one
+back. Adam is elementwise, so the result is bitwise equal to an update of the whole state.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,9 +42,8 @@ def init_state(part: MegatronOptimizer) -> None:
 def state_dict_without_copies(parts: Sequence[MegatronOptimizer]) -> Iterator[None]:
     """Inside the context, make Adam's state_dict return tensors uncopied and load_state_dict load only param groups.
 
-    When Megatron saves or loads, it calls state_dict several times and uses only the param groups. TransformerEngine's
-    state_dict would copy all moments to float32 each time (8 bytes per parameter with bfloat16 moments), and its
-    load_state_dict would cast the state to the dtype of the weights (6 more bytes per parameter).
+    Megatron calls both and uses only the param groups. TransformerEngine would copy all moments to float32 in each
+    state_dict (8 bytes per parameter with bfloat16 moments), and cast the state in load_state_dict (6 bytes).
     """
 
     def load_groups(adam: Any, saved: dict[str, Any]) -> None:
@@ -65,7 +62,7 @@ def state_dict_without_copies(parts: Sequence[MegatronOptimizer]) -> Iterator[No
 
 
 def stores_param_remainders(parts: list[MegatronOptimizer]) -> bool:
-    """Return whether the optimizer, and so its checkpoints, stores remainders instead of whole main weights."""
+    """Return whether the optimizer stores remainders instead of whole main weights."""
     return any(
         stores_remainder(part.optimizer, param)
         for part in parts
@@ -131,7 +128,7 @@ class HostState:
 
     def __init__(self, adam: Any, piece_bytes: int) -> None:
         self._adam, self._step_on_device = adam, adam.step
-        self._buffer = _allocate(adam)
+        _allocate_state(adam)
         self._pieces = _pieces(adam, piece_bytes)
         for part in (part for piece in self._pieces for part in piece.slices):
             # Adam looks up a scale for each tensor that it initialized, so each view must be initialized once.
@@ -188,12 +185,7 @@ class HostState:
                 del adam.state[part.view]
 
 
-def keep_on_host(adam: Any, piece_bytes: int) -> None:
-    """Create Adam's state in host memory and replace its `step` by `HostState.step`."""
-    adam.step = HostState(adam, piece_bytes).step
-
-
-def _allocate(adam: Any) -> PinnedBuffer:
+def _allocate_state(adam: Any) -> None:
     names = [
         (param, name, dtype)
         for group in adam.param_groups
@@ -203,7 +195,6 @@ def _allocate(adam: Any) -> PinnedBuffer:
     buffer = PinnedBuffer([torch.empty_like(param, dtype=dtype, device="meta") for param, _, dtype in names])
     for (param, name, _), tensor in zip(names, buffer.tensors, strict=True):
         adam.state[param][name] = tensor
-    return buffer
 
 
 @torch.no_grad()
@@ -213,13 +204,12 @@ def _pieces(adam: Any, piece_bytes: int) -> list[Piece]:
         params = group["params"]
         sizes = [sum(dtype.itemsize for dtype in _state_dtypes(adam, param).values()) for param in params]
         for slices in divide([param.numel() for param in params], max(sizes, default=1), piece_bytes):
-            pieces.append(Piece(number, [_slice(adam, params[index], start, stop) for index, start, stop in slices]))
+            parts = []
+            for index, start, stop in slices:
+                host = {name: tensor[start:stop] for name, tensor in adam.state[params[index]].items()}
+                parts.append(Slice(params[index], start, stop, params[index][start:stop], host))
+            pieces.append(Piece(number, parts))
     return pieces
-
-
-def _slice(adam: Any, param: Tensor, start: int, stop: int) -> Slice:
-    host = {name: tensor[start:stop] for name, tensor in adam.state[param].items()}
-    return Slice(param, start, stop, param[start:stop], host)
 
 
 def _state_dtypes(adam: Any, param: Tensor) -> dict[str, torch.dtype]:

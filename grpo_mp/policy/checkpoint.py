@@ -44,7 +44,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def write_common(policy: TrainedModel, folder: Path) -> None:
-    """Write the state that is equal on all ranks to common.pt; only rank 0 writes."""
+    """Write the state that is equal on all ranks to common.pt, on rank 0."""
     if policy.parallel.rank == 0:
         content = BytesIO()  # torch.save to a file would report a full disk as RuntimeError, not as OSError
         torch.save(_common(policy), content)
@@ -52,7 +52,7 @@ def write_common(policy: TrainedModel, folder: Path) -> None:
 
 
 def weights_writer(policy: TrainedModel, folder: Path) -> ChunkWriter:
-    """Return a writer of this rank's share of the weights. They must not change until it has finished."""
+    """Return a writer of this rank's share of the weights, which must not change until it has finished."""
     return ChunkWriter(folder, policy.parallel.rank, weight_chunks(policy, policy.trained_tensors))
 
 
@@ -65,15 +65,14 @@ def write_reference(policy: TrainedModel, folder: Path) -> Written:
 
 
 def optimizer_writer(policy: TrainedModel, folder: Path) -> ChunkWriter:
-    """Return a writer of this rank's optimizer state. It must not change until the writer has finished."""
+    """Return a writer of this rank's optimizer state, which must not change until it has finished."""
     return ChunkWriter(folder / OPTIMIZER_FOLDER, policy.parallel.rank, optimizer_chunks(policy))
 
 
 def on_all_ranks(work: Callable[[], Value], folder: Path, group: dist.ProcessGroup) -> Value:
     """Run `work` on every rank of the group and return this rank's result once all ranks have succeeded.
 
-    An OSError on one rank raises DiskError on every rank. Any other exception is re-raised on its rank, and raises
-    RuntimeError on the other ranks. `folder`: named in the error messages.
+    An OSError on one rank raises DiskError on every rank; any other exception raises RuntimeError on the other ranks.
     """
     value, error = None, None
     try:
@@ -95,7 +94,7 @@ def on_all_ranks(work: Callable[[], Value], folder: Path, group: dist.ProcessGro
 
 
 def gather_written(written: Written, group: dist.ProcessGroup) -> dict[Path, list[WrittenChunks]]:
-    """Return the chunks that all ranks wrote, by folder, on the first rank of the group; {} on the other ranks."""
+    """Return the chunks of all ranks by folder, on the first rank of the group; {} on the other ranks."""
     by_rank: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
     dist.gather_object(written, by_rank, dst=0, group=group)
     return {folder: [other[folder] for other in by_rank] for folder in written} if by_rank else {}
@@ -155,7 +154,7 @@ def _common(policy: TrainedModel) -> dict[str, Any]:
 
 
 def read_common(folder: Path) -> dict[str, Any]:
-    """Read common.pt: param groups, learning-rate schedule and adapter description. No classes are unpickled."""
+    """Read common.pt: param groups, learning-rate schedule and adapter description."""
     try:
         common: dict[str, Any] = torch.load(folder / COMMON, weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:

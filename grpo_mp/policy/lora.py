@@ -33,7 +33,7 @@ NORM = "layer_norm_weight"  # attribute of a linear layer that is fused with the
 
 @dataclass(frozen=True)
 class Factors:
-    """Adapters of one Megatron weight, and how to combine them. `tensor`: tensor-parallel size of the weight.
+    """Adapters of one Megatron weight, whose tensor-parallel size is `tensor`.
 
     A fused weight, such as linear_qkv, has one adapter for each targeted module in it.
     """
@@ -109,7 +109,7 @@ def add_adapters(
     layout: LayoutConfig,
     lora: LoraConfig,
 ) -> None:
-    """Freeze the chunks and register zero adapters in them. `params`: parameters of the model without adapters."""
+    """Freeze the chunks and register zero adapters. `params`: parameters of the model without adapters."""
     for chunk in chunks:
         chunk.requires_grad_(False)
         for linear, factors in _targeted(chunk, params, coords=coords, layout=layout, lora=lora).items():
@@ -130,10 +130,7 @@ def initialize(
     layout: LayoutConfig,
     seed: int,
 ) -> None:
-    """Set each B to zero and draw each A uniformly from +-1 / sqrt(in), as peft does; equal in every layout.
-
-    `tensors`: this rank's tensors; `adapters`: the parameters of the adapters.
-    """
+    """Set each B to zero and draw each A uniformly from +-1 / sqrt(in), as peft does; equal in every layout."""
     for name, param in adapters.items():
         if name not in tensors:
             continue
@@ -241,8 +238,7 @@ class _AddGrouped:
     def _whole(self, factors: Factors, kind: str, tensors: list[Tensor]) -> list[Tensor]:
         """Return the tensors; if replicated, their gradients are summed over the expert-tensor-parallel ranks.
 
-        All these ranks process the same tokens, but each has only a shard of the other factor, so each computes a part
-        of the gradient.
+        Each of these ranks has only a shard of the other factor, so it computes a part of the gradient.
         """
         divided = factors.param.tp_dim == (1 if kind == A else 0)
         if self.config.expert_tensor_parallel_size == 1 or divided:

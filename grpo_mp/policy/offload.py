@@ -21,9 +21,8 @@ def move_optimizer(
 ) -> None:
     """Move an optimizer's state to pinned host memory or back, and with `with_parameters` also its parameters.
 
-    `host`: tensors in pinned memory, allocated at the first offload. `with_parameters`: the parameters are separate
-    main weights. Those of the precision-aware optimizer are views of the model's weights; if they were moved, updates
-    would no longer reach the model.
+    `host`: tensors in pinned memory, allocated at the first offload; `with_parameters`: parameters are separate main
+    weights. Those of the precision-aware optimizer are views of the model's weights and must stay.
     """
     tensors = [param for group in optimizer.param_groups for param in group["params"]] if with_parameters else []
     values = (value for state in optimizer.state.values() for value in state.values())

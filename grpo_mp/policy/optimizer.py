@@ -11,7 +11,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from grpo_mp.config.sections import LayoutConfig, OptimizerConfig
-from grpo_mp.policy.adam_state import init_state, keep_on_host
+from grpo_mp.policy.adam_state import HostState, init_state
 from grpo_mp.policy.megatron_config import ddp_config, keeps_state_on_host, optimizer_config
 from grpo_mp.policy.model import PolicyModel
 from grpo_mp.policy.parameter_bytes import OPTIMIZER_PIECE_BYTES
@@ -53,7 +53,7 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(optimizer_config(settings, dtype, megatron_args), chunks)
     for part in optimizer.chained_optimizers:
         if keeps_state_on_host(settings):
-            keep_on_host(part.optimizer, OPTIMIZER_PIECE_BYTES)
+            part.optimizer.step = HostState(part.optimizer, OPTIMIZER_PIECE_BYTES).step
         else:
             init_state(part)
     return optimizer, _schedule(optimizer, settings, total_updates)

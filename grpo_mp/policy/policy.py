@@ -37,7 +37,7 @@ class Policy(TrainedModel):
     ) -> None:
         """Build the model and the optimizer and load this rank's weights.
 
-        `load_weights=False` sets them to zero, except for frozen base weights, which checkpoints do not have.
+        `load_weights=False` sets all but frozen weights to zero, for a checkpoint to be loaded later.
         """
         hf = settings.model.read_config()
         self.lora, self._seed = settings.model.lora, settings.run.seed

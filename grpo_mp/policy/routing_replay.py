@@ -1,10 +1,9 @@
 """Routing replay: routers use experts that were chosen earlier, by the engine (R3) or in the old-logprob pass (R2).
 
-A Megatron router passes its scores to its `router_replay`. Megatron's class for it, RouterReplay, replays all rows of a
-pass or none, and must be told which forwards are recomputed. LayerReplay also replays a part of the rows: rows
-without recorded experts, such as padding, are routed as usual. If the recorded experts of a row are those that the
-router chooses, the router's order is kept, so the rounding does not change. The weights of the experts always come from
-the router's scores and carry its gradient.
+A Megatron router passes its scores to its `router_replay`. Unlike Megatron's RouterReplay, LayerReplay replays only the
+rows with recorded experts, and finds out which forwards are recomputed. If the recorded experts of a row are those that
+the router chooses, the router's order is kept, so the rounding does not change. The weights of the experts always come
+from the router's scores and carry its gradient.
 """
 
 from collections import deque
@@ -88,13 +87,13 @@ class RoutingReplay:
     def begin_forward(self, chunk: nn.Module, batch: MicroBatch) -> None:
         """Set the micro-batch's experts as the targets of the chunk's routers; without experts the routers choose."""
         routed, device = batch.routed_experts, platform.device()
-        rows = None if routed is None else copy_to(routed.rows, device)
         for replay in self._by_chunk[id(chunk)]:
-            if routed is None or rows is None:
-                replay.target = None
-                continue
-            column = self.layers.index(replay.layer)
-            replay.target = rows, copy_to(routed.experts[:, column], device)
+            replay.target = None
+        if routed is not None:
+            rows = copy_to(routed.rows, device)
+            for replay in self._by_chunk[id(chunk)]:
+                experts = routed.experts[:, self.layers.index(replay.layer)]
+                replay.target = rows, copy_to(experts, device)
 
     def end_forward(self, chunk: nn.Module) -> None:
         """Store the routers' choices for this micro-batch if `record` was called."""
@@ -108,15 +107,15 @@ class RoutingReplay:
         self._recorded = {layer: [] for layer in self.layers}
 
     def take_recorded(self) -> list[RoutedExperts]:
-        """Return the recorded experts of each micro-batch, and stop recording; [] without routers."""
+        """Stop recording; return the recorded experts of each micro-batch, [] without routers."""
         recorded, self._recorded = self._recorded or {}, None
         by_microbatch = [torch.stack(layers, dim=1).cpu() for layers in zip(*recorded.values(), strict=True)]
         return [RoutedExperts(torch.tensor([[0, len(each)]], dtype=torch.int32), each) for each in by_microbatch]
 
     def take_counts(self) -> tuple[int, int]:
-        """Return and reset two counts: replayed experts that the router would not have chosen, and all replayed ones.
+        """Return and reset two counts of training passes: replayed experts not chosen by the router, and all replayed.
 
-        Only training passes count. The router's own choice is that with the replayed experts of the layers below.
+        The router chooses on the outputs of the replayed experts of the layers below.
         """
         differing = sum(int(replay.differing) for replay in self._replays)
         replayed = sum(replay.replayed for replay in self._replays)
@@ -126,7 +125,7 @@ class RoutingReplay:
 
 
 def check_router_replay(config: TransformerConfig) -> None:
-    """Refuse models without experts, and router settings with which Megatron ignores `router_replay`."""
+    """Refuse models and router settings with which Megatron ignores `router_replay`."""
     if not config.num_moe_experts:
         raise UserError("training.router_replay needs a model with experts, model.path has none: set it to none")
     if config.moe_router_fusion or config.moe_router_load_balancing_type == "sinkhorn":
@@ -172,11 +171,8 @@ class ExpertLoad:
         return load
 
     def _count(self, router: TopKRouter, inputs: object, output: tuple[Tensor, Tensor]) -> None:
-        """Add the counts of one forward. `output`: probabilities and routing map, [tokens, experts] each.
-
-        Forwards without gradients are not counted, as in Megatron's TopKRouter._apply_expert_bias. So logprob passes do
-        not count, and a forward that is recomputed in the backward pass counts once.
-        """
+        """Add the counts of one forward. `output`: probabilities and routing map, [tokens, experts] each."""
+        # So logprob passes do not count, and a forward that is recomputed in the backward pass counts once.
         if not torch.is_grad_enabled() or router.layer_number is None:
             return
         self._counts[router.layer_number] = self._counts.get(router.layer_number, 0) + output[1].detach().sum(0)

@@ -1,12 +1,8 @@
 """Token logprobs and entropies over a tensor-parallel vocabulary, one chunk of tokens at a time.
 
 The float32 logits of at most `chunk_tokens` tokens exist at once. The backward pass recomputes them from the hidden
-states. It uses the saved normalizer log sum_j exp(z_j) = m + log sum_j exp(z_j - m); z_j: logits, m: maximum. Both
-terms are saved, because their float32 sum would lose precision.
-
-Optionally the logprobs of further tokens are computed, and that of all remaining tokens together. The probability of
-the remaining tokens is summed over their columns: 1 minus the sum of the others would be mostly rounding error if the
-others have nearly all the probability.
+states, with the saved normalizer log sum_j exp(z_j) = m + log sum_j exp(z_j - m); z_j: logits, m: maximum. Both terms
+are saved, because their float32 sum would lose precision.
 """
 
 from collections.abc import Iterator
@@ -58,8 +54,8 @@ def token_logprobs(
 def output_logits(hidden: Tensor, weight: Tensor, fp32_head: bool = True) -> Tensor:
     """Return the float32 logits [T, V] of hidden [T, H] and weight [V, H], without a backward pass.
 
-    With `fp32_head` the product of bfloat16 operands is float32; on a GPU neither operand is copied to float32. Without
-    `fp32_head` the product is rounded to bfloat16, for example a logit of 20 to a multiple of 1/8.
+    With `fp32_head` the product of bfloat16 operands is float32. Otherwise it is rounded to bfloat16, for example a
+    logit of 20 to a multiple of 1/8.
     """
     if not fp32_head or hidden.dtype == torch.float32:
         return (hidden @ weight.t()).float()
@@ -128,7 +124,7 @@ def _forward_chunk(logits: Tensor, tokens: Tensor, shard: VocabularyShard) -> tu
     exp = shifted.exp()
     sums = [exp.sum(1)]
     has_others = tokens.shape[1] > 1
-    if has_others:
+    if has_others:  # 1 minus the sum of the others would be mostly rounding error if they have nearly all probability
         sums.append(_zero(exp.clone(), columns[:, 1:], is_local[:, 1:]).sum(1))
     sums.append(exp.mul_(shifted.clamp_(min=LEAST_LOGPROB)).sum(1))
     reduced = torch.cat([torch.stack(sums), token_logits.t()])
