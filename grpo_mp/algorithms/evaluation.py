@@ -8,7 +8,6 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from grpo_mp.utils.errors import UserError
@@ -35,7 +34,7 @@ def mean_over_problems(values: Sequence[float]) -> Estimate:
 
 
 def k_values(samples: int) -> tuple[int, ...]:
-    """Return the k of pass@k and maj@k: powers of two up to the number of samples, and that number itself."""
+    """Return the k of pass@k: powers of two up to the number of samples, and that number itself."""
     return tuple(sorted({*(2**power for power in range(samples.bit_length())), samples}))
 
 
@@ -47,47 +46,13 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
     return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
-def maj_at_k(right: int, wrong: Iterable[int], abstaining: int, ks: Sequence[int]) -> list[float]:
-    """Estimate for each k the probability that the most frequent answer of k samples is right, unbiased.
+def majority(right: int, wrong: Iterable[int]) -> float:
+    """Return the probability that the most frequent answer is right, from the number of samples with each answer.
 
-    `right`: number of samples with the right answer; `wrong`: number of samples with each wrong answer; `abstaining`:
-    number of samples without an answer. With n samples in all and W_v of `_draws_won_by`, the result is the sum over v
-    of C(right, v) W_v(k - v) / C(n, k): the exact mean over all draws of k samples without replacement. Of t answers
-    that tie, each wins with probability 1 / t.
+    Of t answers that tie, each wins with probability 1 / t.
     """
-    wrong_counts = list(wrong)
-    samples = right + sum(wrong_counts) + abstaining
-    won = dict.fromkeys(ks, 0.0)
-    for votes in range(1, min(right, max(ks)) + 1):
-        ways = _draws_won_by(wrong_counts, abstaining, votes, max(ks) - votes)
-        for k in ks:
-            won[k] += math.comb(right, votes) * ways[k - votes] if k >= votes else 0.0
-    return [float(won[k]) / math.comb(samples, k) for k in ks]
-
-
-def _draws_won_by(wrong: Sequence[int], abstaining: int, votes: int, max_draws: int) -> np.ndarray:
-    """Count for x = 0 .. max_draws the draws of x other samples over which v = `votes` right ones win: W_v(x).
-
-    W_v(x) = sum over t of ways[t, x] / (t + 1). ways[t, x]: number of draws of x samples in which no wrong answer has
-    more than v samples and t wrong answers have exactly v, so that they tie with the right answer. There are C(c, y)
-    ways to draw y of the c samples of an answer. Answers with c < v cannot tie, and count as abstaining.
-    """
-    tied_or_above = [count for count in wrong if count >= votes]
-    below = abstaining + sum(wrong) - sum(tied_or_above)
-    ways = _binomials(below, max_draws + 1)[None]
-    for count in tied_or_above:
-        fewer_votes = _binomials(count, min(votes, max_draws + 1))
-        extended = np.zeros((len(ways) + 1, max_draws + 1))
-        for ties, row in enumerate(ways):
-            extended[ties] += np.convolve(row, fewer_votes)[: max_draws + 1]
-            extended[ties + 1, votes:] += math.comb(count, votes) * row[: max(0, max_draws + 1 - votes)]
-        ways = extended[: max_draws // votes + 1]
-    return (1.0 / np.arange(1, len(ways) + 1)) @ ways
-
-
-def _binomials(count: int, columns: int) -> np.ndarray:
-    """Return C(count, x) for x = 0 .. columns - 1."""
-    return np.array([float(math.comb(count, x)) for x in range(columns)])
+    counts = [right, *wrong]
+    return (right == max(counts)) / counts.count(right) if right else 0.0
 
 
 Votes = Mapping[tuple[int, ...], int | None]  # key of a sample -> number of its answer in the problem; None: no answer
@@ -107,7 +72,7 @@ class EvalScore:
     too_long: int = 0  # problems that count as wrong, because their prompt is too long
     samples: int = 1  # per problem
     pass_at: Mapping[int, Estimate] = field(default_factory=dict)  # by k; empty for one sample
-    maj_at: Mapping[int, Estimate] = field(default_factory=dict)
+    maj_at: Mapping[int, Estimate] = field(default_factory=dict)  # of all samples
     reward_terms: Mapping[str, float] = field(default_factory=dict)  # unweighted mean of each term where it applies
 
 
@@ -117,10 +82,10 @@ class _ScoreFile:
 
 
 def score_eval_set(infos: Sequence[SampleInfo], votes: Votes | None = None, too_long: int = 0) -> EvalScore:
-    """Score the samples of an eval set, at least one. `votes`: answer numbers for maj@k.
+    """Score the samples of an eval set, at least one. `votes`: answer numbers for maj@n.
 
     `too_long`: number of problems whose prompt is too long to be sampled. They count as wrong in accuracy, pass@k and
-    maj@k, and in no other mean. Samples whose `is_correct` is None count only in reward, length and truncated_ratio;
+    maj@n, and in no other mean. Samples whose `is_correct` is None count only in reward, length and truncated_ratio;
     samples without a reward do not count in the reward.
     """
     problems = defaultdict[int, list[SampleInfo]](list)
@@ -167,15 +132,14 @@ def _pass_at(problems: Sequence[Sequence[SampleInfo]], samples: int, too_long: i
 
 
 def _maj_at(problems: Sequence[Sequence[SampleInfo]], samples: int, votes: Votes, too_long: int) -> dict[int, Estimate]:
-    """Estimate maj@k for each k. All right samples have one answer; wrong answers differ by their answer numbers."""
-    values: dict[int, list[float]] = {k: [0.0] * too_long for k in k_values(samples)}
+    """Estimate maj@n of all n samples. All right samples have one answer; wrong answers differ by their numbers."""
+    values = [0.0] * too_long
     for problem in problems:
-        wrong = Counter(votes[info.key] for info in problem if not info.is_correct)
-        abstaining, right = wrong.pop(None, 0), sum(bool(info.is_correct) for info in problem)
-        ks = [k for k in values if k <= len(problem)]
-        for k, value in zip(ks, maj_at_k(right, wrong.values(), abstaining, ks), strict=True):
-            values[k].append(value)
-    return {k: mean_over_problems(problem_values) for k, problem_values in values.items() if problem_values}
+        if len(problem) == samples:
+            wrong = Counter(votes[info.key] for info in problem if not info.is_correct)
+            wrong.pop(None, None)  # samples without an answer do not vote
+            values.append(majority(sum(bool(info.is_correct) for info in problem), wrong.values()))
+    return {samples: mean_over_problems(values)} if values else {}
 
 
 def step_file(run_folder: Path, step: int) -> Path:

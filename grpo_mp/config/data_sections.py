@@ -46,7 +46,7 @@ class EvalSetConfig(PromptSetConfig):
     """A held-out set, and how its answers are sampled; null: as in the rollout."""
 
     samples: int = Field(
-        1, ge=1, le=MAX_SAMPLES, description="responses to each problem: avg@n, pass@k and maj@k up to n"
+        1, ge=1, le=MAX_SAMPLES, description="responses to each problem: avg@n, pass@k up to n and maj@n"
     )
     temperature: float | None = Field(
         None, ge=0, description="sampling temperature; 0: greedy; null: rollout.temperature"

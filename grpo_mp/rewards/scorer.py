@@ -117,7 +117,7 @@ class Scorer:
 
     @property
     def has_answers(self) -> bool:
-        """Whether correctness is decided by comparing answers, so that samples can vote on an answer (maj@k)."""
+        """Whether correctness is decided by comparing answers, so that samples can vote on an answer (maj@n)."""
         return self._settings.correct_term == "answer"
 
     def answer_numbers(self, group: SampleGroup) -> list[int | None]:
