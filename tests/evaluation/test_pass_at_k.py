@@ -23,9 +23,7 @@ def vote(drawn: tuple[str | None, ...]) -> Fraction:
 
 
 @given(ANSWERS, st.data())
-def test_pass_at_k_is_the_mean_over_every_draw(
-    answers: list[str | None], data: st.DataObject
-) -> None:
+def test_pass_at_k_is_the_mean_over_every_draw(answers: list[str | None], data: st.DataObject) -> None:
     k = data.draw(st.integers(1, len(answers)))
     draws = list(combinations(answers, k))
     counts = Counter(answers)
