@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import _TYPES
 from torch import Tensor
 
+from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import BLOCK, FP8, SCALE, dequantize, scale_shape
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param
@@ -158,7 +159,8 @@ def is_non_policy_tensor(name: str, hf: HfConfig) -> bool:
     Such tensors are rotary tables and those of an untrained multi-token-prediction layer.
     """
     layer = LAYER.match(name)
-    return (layer is not None and int(layer.group(1)) >= hf.policy_layers) or name.endswith(ROTARY)
+    beyond = layer is not None and int(layer.group(1)) >= hf.policy_layers
+    return beyond or name.startswith(family_of(hf).untrained) or name.endswith(ROTARY)
 
 
 def check_layers(names: Iterable[str], hf: HfConfig) -> None:

@@ -25,6 +25,28 @@ PLACEMENT_FIELDS = {
 
 
 @dataclass(frozen=True)
+class LinearShape:
+    """Dimensions of gated delta nets. `layers`: the layers that have one in place of attention."""
+
+    layers: frozenset[int]
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    window: int  # of the convolution, in tokens
+
+    @property
+    def channels(self) -> int:
+        """Return the channels of the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def state_elements(self) -> int:
+        """Return the elements of the state of one sequence in one layer."""
+        return self.value_heads * self.key_dim * self.value_dim
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """Dimensions of the model, from which divisibility, FLOPs, activations and caches follow."""
 
@@ -41,10 +63,15 @@ class ModelShape:
     experts_per_token: int
     moe_ffn_hidden_size: int  # of one routed expert
     shared_expert_size: int  # of all shared experts together
+    linear: LinearShape | None = None
 
     @property
     def num_layers(self) -> int:
         return len(self.is_moe_layer)
+
+    @property
+    def num_attention_layers(self) -> int:
+        return self.num_layers - (len(self.linear.layers) if self.linear else 0)
 
     @property
     def num_moe_layers(self) -> int:
@@ -78,6 +105,21 @@ def model_shape(hf: HfConfig) -> ModelShape:
         experts_per_token=config.get("moe_router_topk") or 0,
         moe_ffn_hidden_size=config.get("moe_ffn_hidden_size") or 0,
         shared_expert_size=config.get("moe_shared_expert_intermediate_size") or 0,
+        linear=_linear_shape(config),
+    )
+
+
+def _linear_shape(config: Mapping[str, Any]) -> LinearShape | None:
+    kinds = config.get("linear_attention_freq")
+    if not kinds:
+        return None
+    return LinearShape(
+        frozenset(layer for layer, is_linear in enumerate(kinds) if is_linear),
+        key_heads=config["linear_num_key_heads"],
+        value_heads=config["linear_num_value_heads"],
+        key_dim=config["linear_key_head_dim"],
+        value_dim=config["linear_value_head_dim"],
+        window=config["linear_conv_kernel_dim"],
     )
 
 
@@ -118,6 +160,9 @@ def layout_violations(
     for name, size in (("attention heads", model.num_heads), ("query groups", model.num_kv_heads)):
         if size % layout.tensor:
             yield f"tensor={layout.tensor} does not divide the {size} {name}"
+    if model.linear and model.linear.key_heads % (layout.tensor * layout.context):
+        ranks = layout.tensor * layout.context
+        yield f"tensor x context = {ranks} does not divide the {model.linear.key_heads} key heads of linear attention"
     for width in model.ffn_widths:
         if width % layout.tensor:
             yield f"tensor={layout.tensor} does not divide the MLP width {width}"

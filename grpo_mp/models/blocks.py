@@ -52,9 +52,14 @@ def embedding_and_head(hf: HfConfig) -> list[Rule]:
     ]
 
 
-def mlp(hf: HfConfig, layers: Sequence[int], width: int, prefix: str = "mlp.") -> list[Rule]:
-    """Map the gate, up and down projections of an MLP of `width`. `prefix`: its path in a layer, in both formats."""
-    names = tuple(HF_LAYER + prefix + name for name in ("gate_proj", "up_proj", "down_proj"))
+def mlp(
+    hf: HfConfig, layers: Sequence[int], width: int, prefix: str = "mlp.", hf_prefix: str | None = None
+) -> list[Rule]:
+    """Map the gate, up and down projections of an MLP of `width`.
+
+    `prefix`: path of the MLP in Megatron's layer; `hf_prefix`: in the Hugging Face layer, if it differs.
+    """
+    names = tuple(HF_LAYER + (hf_prefix or prefix) + name for name in ("gate_proj", "up_proj", "down_proj"))
     return _projections(MCORE_LAYER + prefix, names, hidden=hf.int("hidden_size"), width=width, layers=layers)
 
 
@@ -66,7 +71,7 @@ def _projections(
     in_layers: dict[str, Any] = {"layers": layers, "experts": experts}
     shapes = ((width, hidden), (width, hidden))
     return [
-        Rule(f"{mcore}linear_fc1.{weight}", (gate, up), shapes, fuse="gate_up", tp_dim=0, **in_layers),
+        Rule(f"{mcore}linear_fc1.{weight}", (gate, up), shapes, tp_dim=0, **in_layers),
         Rule(f"{mcore}linear_fc2.{weight}", (down,), ((hidden, width),), tp_dim=1, **in_layers),
     ]
 

@@ -4,11 +4,13 @@ A distributed optimizer keeps a contiguous slice of each flattened parameter. In
 is a few rectangles. Checkpoints store these rectangles, so that any layout can load what another layout saved.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 
-from grpo_mp.models.mapping import Param, Shape
+from grpo_mp.models.mapping import Param, Run, Shape, shard_ranges, shard_runs
 
 
 @dataclass(frozen=True)
@@ -27,20 +29,39 @@ class Chunk:
 
 def chunks_of(param: Param, tp_size: int, part: int, start: int, stop: int) -> Iterator[Chunk]:
     """Yield the chunks of elements [start, stop) of a flattened tensor-parallel shard; padding rows are skipped."""
-    rows, *rest = param.local_shape(tp_size)
-    width = rest[0] if rest else 1
+    _, *rest = param.local_shape(tp_size)
+    width = prod(rest)  # of three axes the second has size 1
     column = part * width if param.tp_dim == 1 else 0
+    runs = list(_full_runs(param, tp_size if param.tp_dim == 0 else 1, part))
+    first_rows = list(accumulate((run.rows for run in runs), initial=0))
     for row, count, first, last in _rectangles(start, stop, width):
         done = 0
         while done < count:
-            tensor, hf_row, run = _locate(param, rows, tp_size, part, row + done)
-            run = min(run, count - done)
+            index = bisect_right(first_rows, row + done) - 1
+            tensor, hf_row, run = runs[index]
+            skipped = row + done - first_rows[index]
+            hf_row += skipped
+            run = min(run - skipped, count - done)
             kept = min(run, param.shapes[tensor][0] - hf_row)  # rows beyond the vocabulary are padding
             if kept > 0:
-                columns = ((column + first,), (last - first,)) if rest else ((), ())
-                offset = (row + done) * width + first
-                yield Chunk(tensor, (hf_row, *columns[0]), (kept, *columns[1]), offset)
+                middle = len(rest) - 1
+                offsets = (hf_row, *(0,) * middle, *(column + first,) * bool(rest))
+                sizes = (kept, *(1,) * middle, *(last - first,) * bool(rest))
+                yield Chunk(tensor, offsets, sizes, (row + done) * width + first)
             done += run
+
+
+def _full_runs(param: Param, tp_size: int, part: int) -> Iterator[Run]:
+    """Yield the runs of a shard's rows, with rows of the full Hugging Face tensors."""
+    for tensor, row, count in shard_runs(param, tp_size):
+        if tp_size == 1:
+            yield Run(tensor, row, count)
+            continue
+        before = 0
+        for start, stop in shard_ranges(param, tensor, tp_size, 0):
+            if before <= row < before + stop - start:
+                yield Run(tensor, start + part * (stop - start) + row - before, count)
+            before += stop - start
 
 
 def _rectangles(start: int, stop: int, width: int) -> Iterator[tuple[int, int, int, int]]:
@@ -51,20 +72,3 @@ def _rectangles(start: int, stop: int, width: int) -> Iterator[tuple[int, int, i
         count, last = (full_rows, width) if full_rows else (1, min(width, first + stop - start))
         yield row, count, first, last
         start += count * (last - first)
-
-
-def _locate(param: Param, rows: int, tp_size: int, part: int, row: int) -> tuple[int, int, int]:
-    """Return (Hugging Face tensor, row in it, number of consecutive rows from there) of a shard's row."""
-    divided = param.tp_dim == 0
-    if param.fuse == "none":
-        return 0, row + part * rows * divided, rows - row
-    if param.fuse == "gate_up":
-        half = rows // 2
-        return row // half, row % half + part * half * divided, half - row % half
-    queries, keys, _ = (shape[0] for shape in param.shapes)
-    group_rows = (queries // keys * param.head_dim, param.head_dim, param.head_dim)
-    groups = rows // sum(group_rows)
-    group, rest = divmod(row, sum(group_rows))
-    tensor = next(index for index in range(3) if rest < sum(group_rows[: index + 1]))
-    rest -= sum(group_rows[:tensor])
-    return tensor, (part * groups * divided + group) * group_rows[tensor] + rest, group_rows[tensor] - rest

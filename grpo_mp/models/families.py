@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from grpo_mp.models import deepseek, glm4_moe, gqa, llama_qwen, mixtral
+from grpo_mp.models import deepseek, glm4_moe, gqa, llama_qwen, mixtral, qwen3_next
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param, Rule, expand
 from grpo_mp.utils.errors import did_you_mean
@@ -21,15 +21,27 @@ class Family:
     rules: Callable[[HfConfig], list[Rule]]
     rotary: Callable[[HfConfig], dict[str, Any]] = gqa.rotary  # MLA reads rotary values from its settings instead
     group_score_topk: int = 2  # group-limited routing ranks a group by its best n scores
+    untrained: tuple[str, ...] = ()  # first parts of names of Hugging Face tensors outside the policy
     transformers_type: str | None = None  # model_type in transformers, if it differs from the key in FAMILIES
 
     def params(self, hf: HfConfig) -> dict[str, Param]:
         return expand(self.rules(hf))
 
 
+MTP = ("mtp.",)  # the multi-token-prediction layer of Qwen
+
 FAMILIES = {
     "qwen3": Family("Qwen3ForCausalLM", llama_qwen.qwen3_config, partial(gqa.dense_rules, norms=True)),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", llama_qwen.qwen3_moe_config, llama_qwen.qwen3_moe_rules),
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM", qwen3_next.moe_config, qwen3_next.next_rules, qwen3_next.rotary, untrained=MTP
+    ),
+    "qwen3_5_moe_text": Family(
+        "Qwen3_5MoeForCausalLM", qwen3_next.moe_config, qwen3_next.moe_rules, qwen3_next.rotary, untrained=MTP
+    ),
+    "qwen3_5_text": Family(
+        "Qwen3_5ForCausalLM", qwen3_next.dense_config, qwen3_next.dense_rules, qwen3_next.rotary, untrained=MTP
+    ),
     "qwen2": Family("Qwen2ForCausalLM", llama_qwen.qwen2_config, partial(gqa.dense_rules, bias=True)),
     "llama": Family("LlamaForCausalLM", llama_qwen.llama_config, gqa.dense_rules),
     "mixtral": Family("MixtralForCausalLM", mixtral.config, mixtral.rules, mixtral.rotary),

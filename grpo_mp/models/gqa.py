@@ -6,7 +6,7 @@ from typing import Any
 from grpo_mp.models import blocks
 from grpo_mp.models.blocks import HF_LAYER, MCORE_LAYER
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.models.mapping import Rule, Shape
+from grpo_mp.models.mapping import Rule, Section, Shape
 
 # The only llama3 rope scaling that Megatron supports, apart from its factor, which is free.
 LLAMA3_ROPE = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
@@ -57,13 +57,18 @@ def rotary(hf: HfConfig, percent: float = 1.0) -> dict[str, Any]:
     return arguments
 
 
-def rules(hf: HfConfig, layers: Sequence[int], *, norms: bool = False, bias: bool = False) -> list[Rule]:
-    """Map the fused QKV projection, the output projection, the input norm, and optional query/key norms and biases."""
+def rules(
+    hf: HfConfig, layers: Sequence[int], *, norms: bool = False, bias: bool = False, gate: bool = False
+) -> list[Rule]:
+    """Map the fused QKV projection, the output projection, the input norm, and optional query/key norms and biases.
+
+    `gate`: the rows of each query head are followed by those of its output gate.
+    """
     hidden, queries = hf.int("hidden_size"), hf.int("num_attention_heads") * hf.head_dim
     input_norm = HF_LAYER + "input_layernorm.weight"
     mcore, hf_attn = MCORE_LAYER + "self_attention.", HF_LAYER + "self_attn."
     return [
-        _qkv(hf, layers, "weight", (hidden,)),
+        _qkv(hf, layers, "weight", (hidden,), gate),
         *([_qkv(hf, layers, "bias", ())] if bias else []),
         *(
             Rule(mcore + f"{x}_layernorm.weight", (hf_attn + f"{x}_norm.weight",), ((hf.head_dim,),), layers=layers)
@@ -74,14 +79,17 @@ def rules(hf: HfConfig, layers: Sequence[int], *, norms: bool = False, bias: boo
     ]
 
 
-def _qkv(hf: HfConfig, layers: Sequence[int], kind: str, columns: Shape) -> Rule:
-    queries, keys = (hf.int(f"num_{heads}_heads") * hf.head_dim for heads in ("attention", "key_value"))
+def _qkv(hf: HfConfig, layers: Sequence[int], kind: str, columns: Shape, gate: bool = False) -> Rule:
+    heads, size = hf.int("num_attention_heads"), hf.head_dim
+    queries, keys = heads * size * (1 + gate), hf.int("num_key_value_heads") * size
+    # A group has its queries, then their gates, then its key and its value.
+    gated = (Section(0, 0, size, heads), Section(0, size, 2 * size, heads), Section(1, 0, keys), Section(2, 0, keys))
     return Rule(
         MCORE_LAYER + f"self_attention.linear_qkv.{kind}",
         tuple(HF_LAYER + f"self_attn.{x}_proj.{kind}" for x in "qkv"),
         tuple((rows, *columns) for rows in (queries, keys, keys)),
-        fuse="qkv",
         tp_dim=0,
+        sections=gated if gate else (),
         layers=layers,
-        head_dim=hf.head_dim,
+        groups=hf.int("num_key_value_heads"),
     )

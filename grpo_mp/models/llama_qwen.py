@@ -31,7 +31,7 @@ def qwen3_config(hf: HfConfig) -> dict[str, Any]:
 
 def qwen3_moe_config(hf: HfConfig) -> dict[str, Any]:
     """Return the Megatron settings of Qwen3-MoE. Without norm_topk_prob the softmax runs over all experts."""
-    moe = _qwen3_moe_layers(hf)
+    moe = moe_layers(hf)
     return (
         qwen3_config(hf)
         | blocks.moe_config(hf, hf.int(*NUM_EXPERTS), hf.int("moe_intermediate_size"))
@@ -46,7 +46,7 @@ def qwen3_moe_config(hf: HfConfig) -> dict[str, Any]:
 def qwen3_moe_rules(hf: HfConfig) -> list[Rule]:
     """Return the mapping rules of Qwen3-MoE."""
     layers = range(hf.int("num_hidden_layers"))
-    moe = _qwen3_moe_layers(hf)
+    moe = moe_layers(hf)
     return [
         *blocks.embedding_and_head(hf),
         *gqa.rules(hf, layers, norms=True),
@@ -55,7 +55,8 @@ def qwen3_moe_rules(hf: HfConfig) -> list[Rule]:
     ]
 
 
-def _qwen3_moe_layers(hf: HfConfig) -> tuple[int, ...]:
+def moe_layers(hf: HfConfig) -> tuple[int, ...]:
+    """Return the layers with experts."""
     step, dense = int(hf.get("decoder_sparse_step", 1)), set(hf.get("mlp_only_layers") or ())
     return tuple(
         layer for layer in range(hf.int("num_hidden_layers")) if layer not in dense and (layer + 1) % step == 0

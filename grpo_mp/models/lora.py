@@ -7,7 +7,7 @@ part of its output rows, so that gradients and updates equal peft's.
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from grpo_mp.models.mapping import Param
+from grpo_mp.models.mapping import Param, Section
 from grpo_mp.utils.errors import UserError, did_you_mean
 
 A, B = "lora_A", "lora_B"  # peft's names
@@ -105,11 +105,15 @@ def _adapter(param: Param, part: int, module: str, rank: int) -> Adapter:
     rows, columns = param.shapes[part]
     linear, _, weight = param.name.rpartition(".")
     leaf = _leaf(module)
-    plain = replace(param, fuse="none", head_dim=0, load_group="")
+    own = tuple(
+        Section(0, start, stop) for tensor, start, stop, parts in param.sections if (tensor, parts) == (part, 1)
+    )
+    plain = replace(param, sections=(), groups=0, load_group="")
 
     def of(kind: str, shape: tuple[int, int], divided: int) -> Param:
         name, hf = f"{linear}.{kind}.{leaf}.{weight}", (f"{module}.{kind}.weight",)
         tp_dim = divided if param.tp_dim == divided else None
-        return replace(plain, name=name, hf=hf, shapes=(shape,), tp_dim=tp_dim)
+        sections = own if len(own) > 1 and divided == 0 else ()
+        return replace(plain, name=name, hf=hf, shapes=(shape,), tp_dim=tp_dim, sections=sections)
 
     return Adapter(part, of(A, (rank, columns), 1), of(B, (rows, rank), 0))

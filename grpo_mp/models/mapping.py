@@ -7,28 +7,48 @@ and weight sync use the same rules.
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     import torch
 
-Fuse = Literal["none", "gate_up", "qkv"]
 Shape = tuple[int, ...]
 Name = TypeVar("Name", bound=Hashable)
 
 
+class Section(NamedTuple):
+    """Rows [start, stop) of each of `parts` equal parts of the Hugging Face tensor with index `tensor`."""
+
+    tensor: int
+    start: int
+    stop: int
+    parts: int = 1
+
+
+class Run(NamedTuple):
+    """Consecutive rows of a Megatron shard that are also consecutive in the shard of one Hugging Face tensor."""
+
+    tensor: int
+    row: int  # the first of the rows in the Hugging Face shard
+    rows: int
+
+
 @dataclass(frozen=True)
 class Rule:
-    """One rule of a family's mapping. `expand` replaces `{layer}` and `{expert}` in its names."""
+    """One rule of a family's mapping. `expand` replaces `{layer}` and `{expert}` in its names.
+
+    The rows of a Megatron parameter stand in groups; a group has its share of the rows of each section, in the order of
+    `sections`. Tensor parallelism divides whole groups. Example: query, key and value form one group for each KV head.
+    """
 
     name: str  # Megatron name
     hf: tuple[str, ...]  # Hugging Face names
     shapes: tuple[Shape, ...]  # full shapes of the Hugging Face tensors
-    fuse: Fuse = "none"
     tp_dim: int | None = None  # dimension divided by tensor parallelism; None: replicated
+    sections: tuple[Section, ...] = ()  # (): each Hugging Face tensor is one section
+    groups: int = 0  # 0: one group for each tensor-parallel rank
     layers: Sequence[int] | None = None
     experts: int = 0
-    head_dim: int = 0  # with fuse=qkv
     vocabulary: bool = False  # dimension 0 is padded to a multiple of the tensor-parallel size
     keep_float32: bool = False  # not cast to model.dtype (the router's expert bias)
     load_group: str = ""  # parameters of a layer with equal load_group are sent to engines in one request
@@ -55,10 +75,10 @@ class Param(Rule):
     def is_projection(self) -> bool:
         """Return whether FP8 releases quantize the parameter.
 
-        They quantize all matrices except embedding, output layer, routers, and the input projection of a
-        multi-token-prediction layer.
+        They quantize all matrices except embedding, output layer, routers, gates of shared experts, and the input
+        projection of a multi-token-prediction layer.
         """
-        unquantized = ("router.weight", "eh_proj.weight")
+        unquantized = ("router.weight", "eh_proj.weight", "shared_experts.gate_weight")
         return len(self.shapes[0]) == 2 and not self.vocabulary and not self.name.endswith(unquantized)
 
     @property
@@ -95,36 +115,71 @@ def expand(rules: Iterable[Rule]) -> dict[str, Param]:
     return params
 
 
-def fuse(param: Param, shards: "Sequence[torch.Tensor]") -> "torch.Tensor":
-    """Fuse the Hugging Face shards of one tensor-parallel rank into its Megatron shard.
+def shard_runs(param: Param, tp_size: int) -> list[Run]:
+    """Return the rows of a Megatron shard in order, as runs of rows of its Hugging Face shards.
 
-    gate_up: gate rows, then up rows. qkv: rows are ordered by query group, [queries of the group, its key, its value],
-    so that tensor parallelism divides whole groups.
+    The Hugging Face shard of a rank is the concatenation of its `shard_ranges`.
     """
+    tp = tp_size if param.tp_dim == 0 else 1
+    if not param.sections and not param.groups:
+        return [Run(index, 0, param.shard_shape(shape, tp)[0]) for index, shape in enumerate(param.shapes)]
+    sections = param.sections or [Section(index, 0, shape[0]) for index, shape in enumerate(param.shapes)]
+    groups = max(1, param.groups // tp)
+    runs = []
+    for group in range(groups):
+        for tensor, start, stop, parts in sections:
+            if parts == 1:
+                count = (stop - start) // tp // groups
+                runs.append(Run(tensor, start // tp + group * count, count))
+                continue
+            rows = param.shapes[tensor][0] // parts
+            in_group = parts // tp // groups
+            first = group * in_group
+            runs += [Run(tensor, part * rows + start, stop - start) for part in range(first, first + in_group)]
+    return runs
+
+
+def shard_ranges(param: Param, index: int, tp_size: int, tp_rank: int) -> list[tuple[int, int]]:
+    """Return the ranges [start, stop) along `param.tp_dim` of a rank's shard of Hugging Face tensor `index`.
+
+    Sections of a tensor that follow each other are divided one by one.
+    """
+    assert param.tp_dim is not None
+    size = param.shapes[index][param.tp_dim]
+    whole = [(section.start, section.stop) for section in param.sections if section[::3] == (index, 1)]
+    ranges = []
+    for start, stop in whole or [(0, size)]:
+        count = -(-(stop - start) // tp_size)
+        ranges.append((min(start + tp_rank * count, stop), min(start + (tp_rank + 1) * count, stop)))
+    return ranges
+
+
+def fuse(param: Param, shards: "Sequence[torch.Tensor]") -> "torch.Tensor":
+    """Fuse the Hugging Face shards of one tensor-parallel rank into its Megatron shard."""
     import torch  # imported here because torch is slow, and validating settings imports this module
 
-    if param.fuse == "none":
+    if len(shards) == 1 and not param.sections:
         return shards[0]
-    if param.fuse == "gate_up":
-        return torch.cat(list(shards))
-    groups = shards[1].shape[0] // param.head_dim
-    by_group = [shard.view(groups, -1, *shard.shape[1:]) for shard in shards]
-    return torch.cat(by_group, dim=1).flatten(0, 1)
+    runs = shard_runs(param, _tp_size(param, sum(shard.shape[0] for shard in shards)))
+    return torch.cat([shards[tensor].narrow(0, row, count) for tensor, row, count in runs])
 
 
 def unfuse(param: Param, shard: "torch.Tensor") -> "tuple[torch.Tensor, ...]":
     """Split a Megatron shard into the shards of its Hugging Face tensors, the inverse of `fuse`."""
-    if param.fuse == "none":
+    import torch
+
+    if len(param.hf) == 1 and not param.sections:
         return (shard,)
-    if param.fuse == "gate_up":
-        gate, up = shard.chunk(2)
-        return (gate, up)
-    queries, keys, _ = (shape[0] for shape in param.shapes)
-    per_group = queries // keys * param.head_dim
-    groups = shard.shape[0] // (per_group + 2 * param.head_dim)
-    by_group = shard.view(groups, -1, *shard.shape[1:])
-    qkv = by_group.split([per_group, param.head_dim, param.head_dim], dim=1)
-    return tuple(tensor.flatten(0, 1) for tensor in qkv)
+    runs = shard_runs(param, _tp_size(param, shard.shape[0]))
+    parts: list[list[tuple[int, torch.Tensor]]] = [[] for _ in param.hf]
+    for run, part in zip(runs, shard.split([run.rows for run in runs]), strict=True):
+        parts[run.tensor].append((run.row, part))
+    in_order = [[part for _, part in sorted(pairs, key=lambda pair: pair[0])] for pairs in parts]
+    return tuple(pieces[0] if len(pieces) == 1 else torch.cat(pieces) for pieces in in_order)
+
+
+def _tp_size(param: Param, rows: int) -> int:
+    return sum(shape[0] for shape in param.shapes) // rows
 
 
 def join(param: Param, shards: "Sequence[Sequence[torch.Tensor]]") -> "tuple[torch.Tensor, ...]":
@@ -134,7 +189,12 @@ def join(param: Param, shards: "Sequence[Sequence[torch.Tensor]]") -> "tuple[tor
     tensors = []
     for index, shape in enumerate(param.shapes):
         by_rank = [rank_shards[index] for rank_shards in shards]
-        tensor = by_rank[0] if param.tp_dim is None or len(by_rank) == 1 else torch.cat(by_rank, dim=param.tp_dim)
+        if param.tp_dim is None or len(by_rank) == 1:
+            tensor = by_rank[0]
+        else:
+            sizes = [stop - start for start, stop in shard_ranges(param, index, len(by_rank), 0)]
+            sections = zip(*(part.split(sizes) for part in by_rank), strict=True) if len(sizes) > 1 else [by_rank]
+            tensor = torch.cat([part for section in sections for part in section], dim=param.tp_dim)
         tensors.append(tensor[: shape[0]] if param.vocabulary else tensor)
     return tuple(tensors)
 
@@ -153,11 +213,3 @@ def split_by_bytes(sizes: Mapping[Name, int], max_bytes: int) -> list[tuple[tupl
         groups[-1].append(name)
         totals[-1] += size
     return list(zip(map(tuple, groups), totals, strict=True))
-
-
-def shard_range(param: Param, shape: Shape, tp_size: int, tp_rank: int) -> tuple[int, int]:
-    """Return the range [start, stop) along `param.tp_dim` of a rank's shard of a Hugging Face tensor."""
-    assert param.tp_dim is not None
-    size = param.shard_shape(shape, tp_size)[param.tp_dim]
-    start = tp_rank * size
-    return min(start, shape[param.tp_dim]), min(start + size, shape[param.tp_dim])

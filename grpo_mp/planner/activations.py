@@ -122,14 +122,14 @@ def _dense_elements(job: PlannedJob, layer: int) -> float:
     model, layout = job.model, job.settings.layout
     gathered = model.hidden_size if layout.tensor > 1 else 0
     # The first term: four tensors of the sequence shard around the two norms.
-    per_token = 4 * model.hidden_size / layout.tensor + gathered + _attention_elements(job)
+    per_token = 4 * model.hidden_size / layout.tensor + gathered + _attention_elements(job, layer)
     if not job.is_moe_layer(layer):
         return per_token + gathered + 3 * model.ffn_hidden_size / layout.tensor
     shared = gathered + 3 * model.shared_expert_size / layout.tensor if model.shared_expert_size else 0
     return per_token + shared + 3 * model.num_experts * 2 / layout.tensor  # 2: float32 router logits
 
 
-def _attention_elements(job: PlannedJob) -> float:
+def _attention_elements(job: PlannedJob, layer: int) -> float:
     """Return the elements per token that attention saves: projections, their rotary embeddings, and the heads' output.
 
     With latent attention the fused rotary kernel changes queries in place, and the projection from which it builds keys
@@ -138,6 +138,11 @@ def _attention_elements(job: PlannedJob) -> float:
     model = job.model
     tensor = job.settings.layout.tensor
     expanded = job.expanded_keys
+    if model.linear and layer in model.linear.layers:
+        linear = model.linear
+        values = linear.value_heads * linear.value_dim
+        # Projections, convolution, normed queries and keys of each value head, output before and after its gate.
+        return (2 * linear.channels + 2 * linear.value_heads * linear.key_dim + 4 * values) / tensor
     if model.mla_cache_dim:
         per_head = 2 * model.qk_head_dim + 2 * model.v_head_dim + expanded * (model.qk_head_dim + model.v_head_dim)
         return model.num_heads / tensor * per_head + 2 * model.mla_cache_dim

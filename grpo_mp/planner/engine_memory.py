@@ -12,6 +12,7 @@ from grpo_mp.policy.parameter_bytes import DTYPE_BYTES
 from grpo_mp.rollout.engine_layout import read_argument
 from grpo_mp.utils.errors import UserError
 
+STATES_TO_KV_CACHE = 0.9  # memory of states of linear attention by that of the KV cache (mamba_full_memory_ratio)
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 
@@ -26,6 +27,8 @@ class EngineMemory:
     draft_weights: float = 0.0
     kv_cache: float = 0.0
     draft_kv_cache: float = 0.0
+    states: float = 0.0  # of linear attention
+    state_slots: int = 0  # states of sequences that the whole engine has room for
     cuda_graphs: float = 0.0
     communication: float = 0.0
     bytes_per_token: float = 1.0
@@ -43,11 +46,16 @@ def engine_memory(job: PlannedJob) -> EngineMemory:
     caches, model = max(0.0, fraction * job.cluster.gpu_bytes - weights - draft_weights), job.model
     # Per GPU. A latent cache is replicated on every GPU of a replica.
     kv_heads = max(1, model.num_kv_heads / job.engine_parallelism.attention_tensor)
-    elements = model.num_layers * (model.mla_cache_dim or 2 * kv_heads * model.qk_head_dim)
+    elements = model.num_attention_layers * (model.mla_cache_dim or 2 * kv_heads * model.qk_head_dim)
     in_fp8 = "fp8" in str(args.get("kv_cache_dtype"))
     bytes_per_token = elements * (1 if in_fp8 else DTYPE_BYTES[job.settings.model.dtype])
     # SGLang sizes both caches together: the draft layer caches the same number of tokens in one layer.
     draft_layers = int(job.settings.engine.speculative.drafts_by_mtp)
+    states, slot_bytes = 0.0, state_bytes(job)
+    if slot_bytes:
+        ratio = read_argument(args, "mamba_full_memory_ratio", STATES_TO_KV_CACHE)
+        states = caches * ratio / (1 + ratio)
+        caches -= states
     draft_kv_cache = caches * draft_layers / (model.num_layers + draft_layers)
     deepep = OVERHEADS.deepep_buffers if args.get("moe_a2a_backend") == "deepep" else 0.0
     return EngineMemory(
@@ -55,11 +63,22 @@ def engine_memory(job: PlannedJob) -> EngineMemory:
         draft_weights=draft_weights,
         kv_cache=caches - draft_kv_cache,
         draft_kv_cache=draft_kv_cache,
+        states=states,
+        state_slots=int(states / slot_bytes) * job.engine_parallelism.replicas if slot_bytes else 0,
         cuda_graphs=0.0 if args.get("disable_cuda_graph") else OVERHEADS.cuda_graphs,
         communication=OVERHEADS.engine_nccl + deepep,
         bytes_per_token=bytes_per_token,
         kv_cache_tokens=int((caches - draft_kv_cache) / bytes_per_token) * job.engine_parallelism.replicas,
     )
+
+
+def state_bytes(job: PlannedJob) -> float:
+    """Return the bytes on one GPU of the states of one sequence: float32 states, and inputs of the convolutions."""
+    linear = job.model.linear
+    if linear is None:
+        return 0.0
+    inputs = linear.channels * (linear.window - 1) * DTYPE_BYTES[job.settings.model.dtype]
+    return len(linear.layers) * (4 * linear.state_elements + inputs) / job.engine_parallelism.attention_tensor
 
 
 def engine_weight_bytes(job: PlannedJob) -> float:

@@ -10,7 +10,7 @@ from random import Random
 from statistics import fmean
 
 from grpo_mp.planner.clusters import OVERHEADS
-from grpo_mp.planner.engine_memory import EngineMemory, bytes_per_element, engine_rules, is_quantized
+from grpo_mp.planner.engine_memory import EngineMemory, bytes_per_element, engine_rules, is_quantized, state_bytes
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.parameter_count import rule_parameters
 from grpo_mp.planner.resource_use import (
@@ -26,6 +26,7 @@ from grpo_mp.weight_sync.compare import MAX_TEXTS, comparison_sequences
 from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY
 from grpo_mp.weight_sync.wire import BUCKET_BYTES
 
+SLOTS_PER_SEQUENCE = 3  # states that SGLang holds for a running sequence and its cached prefixes
 MOMENTS = 256  # points in a rollout at which the batch size is sampled
 
 
@@ -69,6 +70,8 @@ def running_sequences(job: PlannedJob, engine: EngineMemory) -> float:
     in_flight = job.settings.engine.concurrent_groups * job.settings.rollout.group_size
     limit = float(job.settings.engine.args.get("max_running_requests") or in_flight)
     cached = engine.kv_cache_tokens / job.mean_seq_len
+    if job.model.linear:
+        cached = min(cached, engine.state_slots / SLOTS_PER_SEQUENCE)
     return min(samples_per_engine(job), max(1.0, min(in_flight, limit, cached)))
 
 
@@ -87,6 +90,8 @@ def generation_use(job: PlannedJob, engine: EngineMemory) -> ResourceUse:
     """Return the resource use of one GPU of an engine: prefill of its prompts and all decode steps, with drafting."""
     model, parallelism, config = job.model, job.engine_parallelism, job.settings.engine.speculative
     samples, accepted = samples_per_engine(job), accepted_tokens(job)
+    # Each decode step reads and writes the states of linear attention.
+    state_traffic = 2 * state_bytes(job) * samples * job.mean_response_tokens / accepted / parallelism.replicas
     responses = job.responses(samples)
     steps = tuple(ceil(length / accepted) for length in responses)
     rollout = simulate_rollout(steps, int(running_sequences(job, engine)))
@@ -101,7 +106,9 @@ def generation_use(job: PlannedJob, engine: EngineMemory) -> ResourceUse:
     decoding = ResourceUse(
         # Decode attention is counted in device_bytes: its kernels overlap products with reading the cache.
         flops=tokens * forward_flops_per_token(model, job.hf, 0),
-        device_bytes=_weight_bytes(job, engine, rollout) + _attention_bytes(job, engine, cached_tokens / accepted),
+        device_bytes=_weight_bytes(job, engine, rollout)
+        + _attention_bytes(job, engine, cached_tokens / accepted)
+        + state_traffic,
         nvlink_bytes=all_reduce * (parallelism.attention_tensor > 1)
         + all_to_all * (1 - to_other_nodes) * (parallelism.expert > 1),
         network_bytes=all_to_all * to_other_nodes,
@@ -153,7 +160,7 @@ def _attention_bytes(job: PlannedJob, engine: EngineMemory, cached_tokens: float
     parallelism = job.engine_parallelism
     width = 2 * model.mla_cache_dim if model.mla_cache_dim else model.qk_head_dim + model.v_head_dim
     heads = max(1.0, model.num_heads / parallelism.attention_tensor)
-    flops = 2 * model.num_layers * heads * width
+    flops = 2 * model.num_attention_layers * heads * width
     matmul_bytes_per_flop = (cluster.device_memory_gb_s * GIGA * cluster.achievable.device_memory) / (
         cluster.bf16_tflops * TERA * cluster.achievable.matmul
     )

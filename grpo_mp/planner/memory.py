@@ -138,6 +138,7 @@ def _engine_occupants(engine: EngineMemory) -> Iterator[Occupant]:
     yield Occupant("draft weights", "engine_weights", engine.draft_weights)
     yield Occupant("KV cache", "engine_cache", engine.kv_cache)
     yield Occupant("draft KV cache", "engine_cache", engine.draft_kv_cache)
+    yield Occupant("states", "engine_cache", engine.states)
     yield Occupant("CUDA graphs", "engine_cache", engine.cuda_graphs)
 
 

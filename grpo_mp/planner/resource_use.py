@@ -11,6 +11,7 @@ from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.parameter_count import ParameterCount
 
 GIGA = 1e9
+CHUNK_TOKENS = 64  # of flash-linear-attention's kernels
 TERA = 1e12
 
 
@@ -77,8 +78,21 @@ def forward_flops_per_token(model: ModelShape, hf: HfConfig, context_tokens: flo
 
     `context_tokens`: length of the token's sequence, averaged over tokens.
     """
-    attention = model.num_layers * model.num_heads * (model.qk_head_dim + model.v_head_dim) * context_tokens
-    return 2.0 * active_parameters(model, hf) + attention
+    attention = model.num_attention_layers * model.num_heads * (model.qk_head_dim + model.v_head_dim) * context_tokens
+    return 2.0 * active_parameters(model, hf) + attention + _linear_attention_flops(model)
+
+
+def _linear_attention_flops(model: ModelShape) -> float:
+    """Return the forward FLOPs per token of all gated delta nets, in chunks of C tokens (arXiv 2412.06464, 3.3).
+
+    Per head: reading, erasing and writing the state, and C^2 products of keys, queries and values within a chunk.
+    """
+    linear = model.linear
+    if linear is None:
+        return 0.0
+    state = 6 * linear.key_dim * linear.value_dim
+    chunk = 2 * CHUNK_TOKENS * (2 * linear.key_dim + 2 * linear.value_dim)
+    return float(len(linear.layers) * linear.value_heads * (state + chunk))
 
 
 def mtp_flops_per_token(model: ModelShape, hf: HfConfig, context_tokens: float) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from grpo_mp.platform import engine_layers
+from grpo_mp.platform import engine_gated_delta, engine_layers
 from grpo_mp.platform.engine_attention import paged_attention
 from grpo_mp.platform.engine_invariance import enable_batch_invariance
 from grpo_mp.utils.files import ENGINE_SCRATCH
@@ -35,7 +35,7 @@ def register() -> None:
         _patch_cpu_engine()
         hooks += CPU_HOOKS
     for target, kind, hook in hooks:
-        HookRegistry.register(f"sglang.srt.{target}", hook, HookType(kind))
+        HookRegistry.register(f"sglang.{target}", hook, HookType(kind))
 
 
 def _move_load_snapshot(path: str, *_: Any) -> str:
@@ -57,6 +57,7 @@ def _patch_cpu_engine() -> None:
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
+    engine_gated_delta.install()
     # torch_native attention requires equal head sizes of keys and values, which only absorbed latent attention has.
     # SGLang would prefill with the unabsorbed form.
     AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
@@ -151,20 +152,35 @@ def _freeze_gc(*_: Any, **__: Any) -> None:
     gc.freeze()
 
 
-ATTENTION = "layers.attention.torch_native_backend.TorchNativeAttnBackend"
-HOOKS: list[tuple[str, str, Callable[..., Any]]] = [  # name in sglang.srt, kind of hook, hook
-    ("managers.load_snapshot.shm_path_for", "after", _move_load_snapshot),
-    ("model_loader.loader._initialize_model", "after", zero_score_bias),
+ATTENTION = "srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+HOOKS: list[tuple[str, str, Callable[..., Any]]] = [  # name in sglang, kind of hook, hook
+    ("srt.managers.load_snapshot.shm_path_for", "after", _move_load_snapshot),
+    ("srt.model_loader.loader._initialize_model", "after", zero_score_bias),
 ]
 CPU_HOOKS: list[tuple[str, str, Callable[..., Any]]] = [
-    ("layers.sampler.murmur_hash32", "around", _murmur_hash32),
-    ("model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode", "around", _enable_batch_invariance),
-    ("layers.rotary_embedding.factory.get_rope_cpu", "around", _get_rope_cpu),
+    ("srt.layers.sampler.murmur_hash32", "around", _murmur_hash32),
+    (
+        "srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode",
+        "around",
+        _enable_batch_invariance,
+    ),
+    ("srt.layers.rotary_embedding.factory.get_rope_cpu", "around", _get_rope_cpu),
     (f"{ATTENTION}._run_sdpa_forward_extend", "around", _extend),
     (f"{ATTENTION}._run_sdpa_forward_decode", "around", _decode),
-    ("layers.layernorm.RMSNorm.forward_native", "around", engine_layers.rms_norm_forward),
-    ("layers.moe.fused_moe_native.moe_forward_native", "around", engine_layers.routed_experts),
-    ("layers.rotary_embedding.base.RotaryEmbedding.forward_native", "around", engine_layers.rotary),
-    ("entrypoints.engine._set_envs_and_config", "after", _set_fork),
-    ("managers.scheduler.Scheduler.run_event_loop", "before", _freeze_gc),
+    ("srt.layers.layernorm.RMSNorm.forward_native", "around", engine_layers.rms_norm_forward),
+    ("srt.layers.moe.fused_moe_native.moe_forward_native", "around", engine_layers.routed_experts),
+    ("srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native", "around", engine_layers.rotary),
+    ("kernels.ops.attention.fla.layernorm_gated.RMSNorm.forward", "around", engine_gated_delta.gated_norm_forward),
+    (
+        "kernels.ops.attention.fla.fused_norm_gate.FusedRMSNormGated.forward",
+        "around",
+        engine_gated_delta.gated_norm_forward,
+    ),
+    (
+        "kernels.ops.elementwise.elementwise._launch_fused_gate_sigmoid_mul",
+        "around",
+        engine_gated_delta.gate_shared_expert,
+    ),
+    ("srt.entrypoints.engine._set_envs_and_config", "after", _set_fork),
+    ("srt.managers.scheduler.Scheduler.run_event_loop", "before", _freeze_gc),
 ]

@@ -143,12 +143,28 @@ def _uneven_gather(mappings: Any) -> None:
     mappings._gather_along_first_dim = gather
 
 
+def _gated_delta_net(module: Any) -> None:
+    # Megatron refuses to build the layer without flash-linear-attention, which needs a GPU.
+    module.HAVE_FLA = True
+
+
+def _gated_delta_net_class(module: Any) -> None:
+    from grpo_mp.platform import gated_delta_net
+
+    module.HAVE_FLA = True
+    module.GatedDeltaNet.forward = gated_delta_net.forward
+    module.GatedDeltaNet.chunk_rule = staticmethod(module.torch_chunk_gated_delta_rule)
+
+
 AFTER_IMPORT: Mapping[str, Patch] = {
     "megatron.core.jit": _disable_jit,
     "megatron.core.tensor_parallel.mappings": _uneven_gather,
     "megatron.core.extensions.transformer_engine": _te_modules,
     "megatron.core.extensions.transformer_engine_spec_provider": _spec_provider,
     "megatron.core.models.gpt.gpt_layer_specs": _layer_specs,
+    "megatron.core.models.gpt.experimental_attention_variant_module_specs": _layer_specs,
+    "megatron.core.ssm.gated_delta_net": _gated_delta_net_class,
+    "megatron.core.ssm.gated_delta_net.common": _gated_delta_net,  # newer releases split the module
     "megatron.core.transformer.transformer_block": _te_names,
     "megatron.core.transformer.multi_latent_attention": _te_names,
     "megatron.core.transformer.moe.moe_utils": _router_matmul,

@@ -108,6 +108,12 @@ class _ToCells(torch.autograd.Function):
         return grad.index_select(0, ctx.index.cell_of_token), None
 
 
+def to_cells(tokens: Tensor, index: CellIndex) -> Tensor:
+    """Gather tokens [T, ...] into cells [C, ...]. Padding cells hold an arbitrary token and pass no gradient."""
+    cells: Tensor = _ToCells.apply(tokens, index)
+    return cells
+
+
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float) -> Tensor:
     """Return causal attention [Tq, h, e] within each sequence: query [Tq, h, d], key [Tk, g, d], value [Tk, g, e]."""
     value_dim = value.size(-1)

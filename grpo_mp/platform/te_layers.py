@@ -23,8 +23,8 @@ def _set_attributes(param: Tensor, **attributes: Any) -> None:
 
 
 def _check_norm(config: Any) -> None:
-    if config.normalization != "RMSNorm" or config.layernorm_zero_centered_gamma:
-        raise NotImplementedError("the norm on a CPU is RMSNorm with an ordinary weight")
+    if config.normalization != "RMSNorm":
+        raise NotImplementedError("the norm on a CPU is RMSNorm")
 
 
 class Norm(torch.nn.RMSNorm):
@@ -34,6 +34,11 @@ class Norm(torch.nn.RMSNorm):
         _check_norm(config)
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         _set_attributes(self.weight, sequence_parallel=config.sequence_parallel)
+        self.zero_centered = config.layernorm_zero_centered_gamma
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight + 1 if self.zero_centered else self.weight
+        return functional.rms_norm(x, weight.shape, weight, self.eps)
 
 
 class LayerNormColumnParallelLinear(ColumnParallelLinear):
@@ -51,7 +56,8 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
 
         With sequence parallelism, s' = s * tensor-parallel size, else s' = s.
         """
-        weight = self.layer_norm_weight
+        centred_on_zero = self.config.layernorm_zero_centered_gamma
+        weight = self.layer_norm_weight + 1 if centred_on_zero else self.layer_norm_weight
         normed = functional.rms_norm(x, weight.shape, weight, self.config.layernorm_epsilon)
         return super().forward(normed, **kwargs)
 

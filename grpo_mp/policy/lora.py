@@ -23,7 +23,7 @@ from torch.nn import functional
 from grpo_mp.config.sections import LayoutConfig, LoraConfig
 from grpo_mp.distributed.coordinates import RankCoordinates, tensor_part, tp_size
 from grpo_mp.models.lora import A, Adapter, B, adapters_of
-from grpo_mp.models.mapping import Param, fuse, shard_range
+from grpo_mp.models.mapping import Param, fuse, shard_ranges
 from grpo_mp.platform.te_layers import grouped_matmul
 from grpo_mp.policy.model import PolicyModel
 from grpo_mp.policy.weights import full_name
@@ -145,7 +145,7 @@ def initialize(
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
         drawn = torch.rand(shape, generator=generator).mul_(2).sub_(1).div_(shape[1] ** 0.5)
         if param.tp_dim is not None:
-            start, stop = shard_range(param, shape, tp_size(param, layout), tensor_part(param, coords))
+            ((start, stop),) = shard_ranges(param, 0, tp_size(param, layout), tensor_part(param, coords))
             drawn = drawn.narrow(param.tp_dim, start, stop - start)
         tensor.copy_(drawn)
 

@@ -78,6 +78,11 @@ def transformer_config(layout: LayoutConfig, training: TrainingConfig, dtype: st
     values |= overrides_for(training.megatron_args, config_class)
     if hf.trains_mtp:
         values |= _multi_token_prediction(hf, values)
+    if training.share_prompts and values.get("experimental_attention_variant"):
+        raise UserError(
+            f"training.share_prompts=true: in {hf.model_type} the state after a prompt cannot be shared by responses: "
+            "set it to false"
+        )
     try:
         config = config_class(**values)
     except (ValueError, AssertionError, TypeError) as error:

@@ -16,6 +16,7 @@ from grpo_mp.config.sections import TrainingConfig
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.policy.deepseek import set_group_ranking, use_latent_attention
+from grpo_mp.policy.gated_delta_net import linear_attention_spec
 from grpo_mp.policy.multi_token_prediction import MTP_INPUTS, embed_detached, mtp_block_spec
 from grpo_mp.policy.shared_prompt_attention import use_per_token_rotary, use_shared_prompt_attention
 from grpo_mp.policy.vocab_parallel import Head, VocabularyShard, output_logits, token_logprobs
@@ -121,7 +122,10 @@ def _build_chunk(
     model_class: type[PolicyModel],
 ) -> PolicyModel:
     tp_size, family = config.tensor_model_parallel_size, family_of(hf)
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    if config.experimental_attention_variant:
+        spec = linear_attention_spec(config, vp_stage)
+    else:
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     use_latent_attention(config, spec)
     if share_prompts:
         use_shared_prompt_attention(spec)

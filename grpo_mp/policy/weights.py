@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from grpo_mp.checkpoint.hf_reader import HfReader, check_finite, check_shape
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import RankCoordinates, tensor_part, tp_size
-from grpo_mp.models.mapping import Param, fuse, shard_range
+from grpo_mp.models.mapping import Param, fuse, shard_ranges
 from grpo_mp.policy.model import PolicyModel
 from grpo_mp.utils.errors import UserError
 
@@ -63,10 +63,13 @@ def load_hf(
 
 def _read(param: Param, reader: HfReader, count: int, part: int) -> torch.Tensor:
     shards = []
-    for hf_name, shape in zip(param.hf, param.shapes, strict=True):
+    for index, (hf_name, shape) in enumerate(zip(param.hf, param.shapes, strict=True)):
         check_shape(reader, hf_name, shape)
-        start, stop = shard_range(param, shape, count, part) if count > 1 else (0, 0)
-        shard = reader.read(hf_name, param.tp_dim if count > 1 else None, start, stop)
+        if count > 1:
+            ranges = shard_ranges(param, index, count, part)
+            shard = torch.cat([reader.read(hf_name, param.tp_dim, *range_) for range_ in ranges], dim=param.tp_dim or 0)
+        else:
+            shard = reader.read(hf_name)
         shards.append(check_finite(shard, reader.folder, hf_name))
     return fuse(param, shards)
 

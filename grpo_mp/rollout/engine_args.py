@@ -195,6 +195,7 @@ def engine_environment(
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     cpu_environment = {
         "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_MAMBA_CONV_DTYPE": spec.dtype,  # by default the inputs of convolutions are rounded to bfloat16
         "TORCHDYNAMO_DISABLE": "1",
         # By default SGLang gives each rank of an engine its own NUMA node; here all ranks share the cores.
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join([cores] * spec.gpus),

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from grpo_mp.models.fp8 import BLOCK, FP8, SCALE, quantize, scale_shape
-from grpo_mp.models.mapping import Param, Shape, join, shard_range, unfuse
+from grpo_mp.models.mapping import Param, Shape, join, shard_ranges, unfuse
 from grpo_mp.rollout.shared_memory import NamedTensors, TensorSpec, packed_bytes
 from grpo_mp.utils.errors import UserError
 from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY, WHOLE, ParamGroup, Piece, Shard, ShardSizes, Slice, group_params
 
 BUCKET_BYTES = 2**30  # default memory of a rank for weights in transit
-Range = tuple[int, int]  # half-open: start, stop
 
 
 @dataclass(frozen=True)
@@ -74,11 +73,12 @@ class WireFormat:
     def specs(self, piece: Piece) -> list[TensorSpec]:
         """Return the specs of the Hugging Face tensors of a piece, as the engine loads them."""
         param, (number, total) = self.params[piece.name], piece.slice
-        ranges = [_slice_range(param, shape, piece.slice) for shape in param.shapes]
-        specs = self._specs(param, ranges, fp8=self.fp8 and param.is_projection)
-        if piece.slice == WHOLE or param.tp_dim is None:
+        dim = param.tp_dim
+        shapes = [shape if dim is None else _cut(shape, dim, shape[dim] // total) for shape in param.shapes]
+        specs = self._specs(param, shapes, fp8=self.fp8 and param.is_projection)
+        if piece.slice == WHOLE or dim is None:
             return specs
-        return [replace(spec, sliced=(param.tp_dim, number, total)) for spec in specs]
+        return [replace(spec, sliced=(dim, number, total)) for spec in specs]
 
     def all_specs(self, pieces: Iterable[Piece]) -> list[TensorSpec]:
         """Return the concatenated `specs` of several pieces."""
@@ -86,26 +86,32 @@ class WireFormat:
 
     def shard_specs(self, shard: Shard) -> list[TensorSpec]:
         """Return the specs of the tensors in which a shard is sent."""
-        return self._specs(self.params[shard.name], self._ranges(shard), self.quantizes_shards(shard.name))
+        param = self.params[shard.name]
+        shapes = [
+            shape if param.tp_dim is None else _cut(shape, param.tp_dim, kept[1])
+            for shape, kept in zip(param.shapes, self._kept(shard), strict=True)
+        ]
+        return self._specs(param, shapes, self.quantizes_shards(shard.name))
 
     def quantizes_shards(self, name: str) -> bool:
         """Return whether a parameter's shards are quantized before they are sent."""
         return self.fp8 and self.params[name].is_projection and self.is_whole_blocks(name)
 
     def is_whole_blocks(self, name: str) -> bool:
-        """Return whether each tensor-parallel part of a parameter consists of whole FP8 blocks."""
+        """Return whether each tensor-parallel part of a parameter is one range of whole FP8 blocks."""
         param, count = self.params[name], self.parts(name)
-        dim = param.tp_dim
-        return count == 1 or dim is None or all(shape[dim] // count % BLOCK == 0 for shape in param.shapes)
+        if count == 1 or param.tp_dim is None:
+            return True
+        ranges = [shard_ranges(param, index, count, 0) for index in range(len(param.hf))]
+        return all(len(held) == 1 and held[0][1] % BLOCK == 0 for held in ranges)
 
     def shard_tensors(self, shard: Shard, tensor: Tensor) -> list[Tensor]:
         """Convert a Megatron shard to the tensors that `shard_specs` describes. `tensor`: this rank's part."""
         param, quantizes = self.params[shard.name], self.quantizes_shards(shard.name)
         pieces: list[Tensor] = []
-        for piece, shape, range_ in zip(unfuse(param, tensor), param.shapes, self._ranges(shard), strict=True):
-            if range_ and param.tp_dim is not None:  # cut to the slice, and remove the padding of the vocabulary
-                start, stop = range_
-                piece = piece.narrow(param.tp_dim, start - self._held(param, shape, shard.part)[0], stop - start)
+        for piece, (first, count) in zip(unfuse(param, tensor), self._kept(shard), strict=True):
+            if param.tp_dim is not None:
+                piece = piece.narrow(param.tp_dim, first, count)
             pieces += quantize(piece) if quantizes else [piece]
         return pieces
 
@@ -123,25 +129,29 @@ class WireFormat:
             for spec, tensors in zip(self.specs(piece), zip(*shards, strict=True), strict=True)
         ]
 
-    def _held(self, param: Param, shape: Shape, part: int) -> tuple[int, int]:
-        return shard_range(param, shape, self.parts(param.name), part)
+    def _kept(self, shard: Shard) -> list[tuple[int, int]]:
+        """Return what is sent of a shard's Hugging Face tensors, along `tp_dim`: (first row, number of rows) of each.
 
-    def _ranges(self, shard: Shard) -> list[Range | None]:
-        """Return a shard's range along `tp_dim` in each Hugging Face tensor; None for undivided tensors."""
-        param, ranges = self.params[shard.name], []
-        for shape in param.shapes:
-            wanted = _slice_range(param, shape, shard.slice)
-            if wanted:
-                start, stop = self._held(param, shape, shard.part)
-                wanted = max(start, wanted[0]), min(stop, wanted[1])
-            ranges.append(wanted)
-        return ranges
+        Rows outside the slice and the padding of the vocabulary are left out.
+        """
+        param, (number, total) = self.params[shard.name], shard.slice
+        if param.tp_dim is None:
+            return [(0, 0)] * len(param.hf)
+        kept = []
+        for index, shape in enumerate(param.shapes):
+            held = shard_ranges(param, index, self.parts(param.name), shard.part)
+            if len(held) > 1:  # only experts are sent in slices
+                kept.append((0, sum(stop - start for start, stop in held)))
+                continue
+            size = shape[param.tp_dim] // total
+            start, stop = max(held[0][0], number * size), min(held[0][1], (number + 1) * size)
+            kept.append((start - held[0][0], stop - start))
+        return kept
 
-    def _specs(self, param: Param, ranges: Sequence[Range | None], fp8: bool) -> list[TensorSpec]:
+    def _specs(self, param: Param, shapes: Sequence[Shape], fp8: bool) -> list[TensorSpec]:
         dtype = torch.float32 if param.keep_float32 else self.dtype
         specs = []
-        for name, full, range_ in zip(param.hf, param.shapes, ranges, strict=True):
-            shape = _cut(full, param.tp_dim, range_)
+        for name, shape in zip(param.hf, shapes, strict=True):
             if fp8:
                 rows, columns = shape
                 scale = TensorSpec(name + SCALE, torch.float32, scale_shape((rows, columns)))
@@ -151,14 +161,5 @@ class WireFormat:
         return specs
 
 
-def _slice_range(param: Param, shape: Shape, slice_: Slice) -> Range | None:
-    if param.tp_dim is None:
-        return None
-    size = shape[param.tp_dim] // slice_.total
-    return slice_.number * size, (slice_.number + 1) * size
-
-
-def _cut(shape: Shape, dim: int | None, range_: Range | None) -> Shape:
-    if dim is None or range_ is None:
-        return shape
-    return (*shape[:dim], range_[1] - range_[0], *shape[dim + 1 :])
+def _cut(shape: Shape, dim: int, size: int) -> Shape:
+    return (*shape[:dim], size, *shape[dim + 1 :])

@@ -68,7 +68,8 @@ def test_a_family_reads_what_transformers_5_computes_with(family: str, tmp_path:
     config, params, rotary, theta, rope_type = family_settings(saved)
     assert (theta, rope_type) == (own.rope_parameters["rope_theta"], own.rope_parameters["rope_type"])
     assert theta == THETA
-    assert config.get("num_moe_experts") == getattr(own, "num_local_experts", getattr(own, "n_routed_experts", None))
+    counts = [getattr(own, key, None) for key in ("num_local_experts", "num_experts", "n_routed_experts")]
+    assert config.get("num_moe_experts") == next(filter(None, counts), None)
     assert sum(param.expert is not None for param in params.values()) % (config.get("num_moe_experts") or 1) == 0
     if rotary:
         assert rotary["rotary_percent"] == own.rope_parameters.get("partial_rotary_factor", 1.0)

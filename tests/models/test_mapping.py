@@ -1,11 +1,13 @@
 """Slice, fuse, unfuse and join on every family; the order of fused rows."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from grpo_mp.models.families import FAMILIES
-from grpo_mp.models.mapping import Param, fuse, join, shard_range, unfuse
+from grpo_mp.models.mapping import Param, fuse, join, shard_ranges, unfuse
 from tests.models.conftest import MakeHf
 
 
@@ -18,12 +20,13 @@ def numbered_tensors(param: Param) -> list[Tensor]:
 def megatron_shard(param: Param, tensors: list[Tensor], tp_size: int, tp_rank: int) -> Tensor:
     """As the loader makes it: slices of the files, fused, with rows of vocabulary padding."""
     slices = []
-    for tensor in tensors:
+    for index, tensor in enumerate(tensors):
         if param.tp_dim is None:
             slices.append(tensor)
         else:
-            start, stop = shard_range(param, tuple(tensor.shape), tp_size, tp_rank)
-            slices.append(tensor.narrow(param.tp_dim, start, stop - start))
+            ranges = shard_ranges(param, index, tp_size, tp_rank)
+            parts = [tensor.narrow(param.tp_dim, start, stop - start) for start, stop in ranges]
+            slices.append(torch.cat(parts, dim=param.tp_dim))
     shard = torch.zeros(param.local_shape(tp_size), dtype=tensors[0].dtype)
     fused = fuse(param, slices)
     shard[: fused.shape[0]] = fused
@@ -61,8 +64,9 @@ def test_only_vocabularies_are_padded(make_hf: MakeHf) -> None:
     params = FAMILIES["qwen3"].params(make_hf("qwen3"))
     embedding = params["embedding.word_embeddings.weight"]
     assert embedding.local_shape(4) == (3, 8)
-    assert [shard_range(embedding, (10, 8), 4, rank) for rank in range(4)] == [(0, 3), (3, 6), (6, 9), (9, 10)]
-    assert [shard_range(embedding, (5, 8), 4, rank) for rank in range(4)] == [(0, 2), (2, 4), (4, 5), (5, 5)]
+    for rows, ranges in ((10, [(0, 3), (3, 6), (6, 9), (9, 10)]), (5, [(0, 2), (2, 4), (4, 5), (5, 5)])):
+        param = replace(embedding, shapes=((rows, 8),))
+        assert [shard_ranges(param, 0, 4, rank) for rank in range(4)] == [[range_] for range_ in ranges]
     with pytest.raises(ValueError, match=r"linear_fc2.weight: axis 1 of \(8, 16\) does not divide over 3 ranks"):
         params["decoder.layers.0.mlp.linear_fc2.weight"].local_shape(3)
 

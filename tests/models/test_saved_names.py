@@ -18,6 +18,9 @@ SIGMOID = ("deepseek_v3", "kimi_k2", "glm4_moe")
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"tie_word_embeddings": True}),
     ("qwen3_moe", {"mlp_only_layers": [1], "num_experts": 4}),
+    ("qwen3_next", {"mlp_only_layers": [1], "num_experts": 4}),
+    ("qwen3_5_moe_text", {"num_experts": 4}),
+    ("qwen3_5_text", {}),
     ("qwen2", {}),
     ("llama", {"head_dim": 16}),
     ("mixtral", {"num_local_experts": 4}),

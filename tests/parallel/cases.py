@@ -38,6 +38,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> family, and what di
     "moonlight": ("deepseek_v3", SMALL | SPARSE | DIRECT | MOONLIGHT),
     "kimi_k2": ("deepseek_v3", KIMI | SMALL | SPARSE | LATENT),
     "glm4_moe": ("glm4_moe", GROUPED | SPARSE),
+    "qwen3_next": ("qwen3_next", GROUPED | SPARSE),
+    "qwen3_5_moe": ("qwen3_5_moe_text", GROUPED | SPARSE),
+    "qwen3_5": ("qwen3_5_text", GROUPED),
     "glm4_moe_air": ("glm4_moe", GROUPED | SPARSE | {"use_qk_norm": False}),
     "deepseek_v3_mtp": ("deepseek_v3", SMALL | SPARSE | LATENT | MTP),
     "glm4_moe_mtp": ("glm4_moe", GROUPED | SPARSE | MTP),
@@ -80,6 +83,9 @@ COMPUTED_IN = {  # model -> layouts
     "kimi_k2": SPARSE_FAMILY,
     "glm4_moe": (*SPARSE_FAMILY, "cp2"),
     "glm4_moe_air": SPARSE_FAMILY,
+    "qwen3_next": SPARSE_FAMILY,
+    "qwen3_5_moe": ("one", "tp2", "pp2_vpp2", "ep2", "tp2_ep2_pp2"),
+    "qwen3_5": DENSE_FAMILY,
     "deepseek_v3_mtp": ("one", "pp2_vpp2", "tp2_cp2", "tp2_ep2_pp2"),
     "glm4_moe_mtp": DENSE_FAMILY,
 }
@@ -121,6 +127,11 @@ class Case:
     @property
     def trains_mtp(self) -> bool:
         return MTP.items() <= MODELS[self.model][1].items()
+
+    @property
+    def rounding(self) -> float:
+        """Rounding errors relative to other models: gated delta nets take differences of sums of logarithms."""
+        return 5.0 if self.model.startswith(("qwen3_next", "qwen3_5")) else 1.0
 
     @property
     def needs(self) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from grpo_mp.distributed.coordinates import tensor_part
-from grpo_mp.models.mapping import shard_range
+from grpo_mp.models.mapping import shard_ranges
 from grpo_mp.policy.policy import Policy
 from grpo_mp.trainer.save import export_adapters, export_policy
 from tests.parallel.measures import Bench, Result, gradient, resumed, updates
@@ -41,7 +41,7 @@ def fill_b(policy: Policy) -> None:
         values = SPREAD * torch.randn(param.shapes[0], generator=generator)
         if param.tp_dim is not None:
             part = tensor_part(param, policy.parallel.coords)
-            start, stop = shard_range(param, param.shapes[0], policy.tp_sizes()[name], part)
+            ((start, stop),) = shard_ranges(param, 0, policy.tp_sizes()[name], part)
             values = values.narrow(param.tp_dim, start, stop - start)
         tensor.detach().copy_(values)
 

@@ -35,6 +35,7 @@ PARAMETERS = {
     "deepseek-math-7b-rl": 6_910_365_696,
     "DeepSeek-V2-Lite-Chat": 15_706_484_224,
     "DeepSeek-V2-Chat": 235_741_434_880,
+    "Qwen3-Next-80B-A3B-Instruct": 79_674_391_296,
     "DeepSeek-V3.1": 671_026_404_352,
 }
 # Published with a rotary embedding that no trainable model of its family has.

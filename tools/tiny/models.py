@@ -82,6 +82,15 @@ BASE: dict[str, Any] = {
 }
 GROUPED_QUERY = {"num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 256, "rope_theta": 10000.0}
 MOE = {"moe_intermediate_size": 64, "num_experts_per_tok": 2, "norm_topk_prob": True}
+INTERVAL = {"full_attention_interval": 2}  # every second layer has attention; in published models every fourth
+GATED_DELTA = INTERVAL | {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 4,
+}
+SHARED_EXPERT = {"num_experts": 8, "shared_expert_intermediate_size": 64}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -122,6 +131,9 @@ DEEPSEEK_V3 = BASE | MOE | MLA | SHARED_EXPERTS | {"n_group": 4, "topk_group": 2
 TINY_CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": BASE | GROUPED_QUERY,
     "qwen3_moe": BASE | GROUPED_QUERY | MOE | {"num_experts": 8, "decoder_sparse_step": 1},
+    "qwen3_next": BASE | GROUPED_QUERY | MOE | GATED_DELTA | SHARED_EXPERT,
+    "qwen3_5_moe_text": BASE | GROUPED_QUERY | MOE | GATED_DELTA | SHARED_EXPERT,
+    "qwen3_5_text": BASE | GROUPED_QUERY | GATED_DELTA,
     "qwen2": BASE | GROUPED_QUERY,
     "llama": BASE | GROUPED_QUERY | {"rope_scaling": LLAMA3, "max_position_embeddings": 16384},
     "mixtral": BASE | GROUPED_QUERY | {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
@@ -139,6 +151,7 @@ SIGMOID_ROUTING_KEYS = {
     "num_nextn_predict_layers": 0,
 }
 PUBLISHED_KEYS: dict[str, dict[str, Any]] = {
+    **{family: INTERVAL for family in ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_text")},
     "qwen3_moe": {"num_experts": 8},
     "deepseek_v2": {"scoring_func": "softmax", "moe_layer_freq": 1, "ep_size": 1},
     "deepseek_v3": SIGMOID_ROUTING_KEYS,
@@ -200,8 +213,13 @@ def _randomize_norms_and_biases(model: torch.nn.Module) -> None:
     for name, tensor in model.named_parameters():
         if "norm" in name:
             tensor.uniform_(0.8, 1.2)
-        elif name.endswith(".bias"):
+        elif name.endswith((".bias", ".dt_bias")):
             tensor.uniform_(-0.3, 0.3)
+        elif name.endswith(".A_log"):
+            # Slow decay: with that of a new model the state of a gated delta net forgets a token within a few others.
+            tensor.uniform_(-5.0, -1.0)
+        elif name.endswith(".conv1d.weight"):
+            tensor.uniform_(-1.0, 1.0)  # smaller values leave keys near 0, where their norm has huge gradients
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.uniform_(-0.05, 0.05)

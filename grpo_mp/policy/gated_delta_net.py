@@ -1,0 +1,32 @@
+"""Layers of Qwen3-Next and Qwen3.5: specs with gated delta nets."""
+
+from copy import copy
+from typing import Any
+
+from megatron.core.extensions.transformer_engine import TENorm
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_transformer_block_with_experimental_attention_variant_spec,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+
+class OutputNorm:
+    """Norm of a gated delta net's output. Its weight is not centred on zero, as other norms' are."""
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float) -> nn.Module:  # type: ignore[misc]
+        own = copy(config)
+        own.layernorm_zero_centered_gamma = False
+        norm: nn.Module = TENorm(config=own, hidden_size=hidden_size, eps=eps)
+        return norm
+
+
+def linear_attention_spec(config: TransformerConfig, vp_stage: int | None) -> ModuleSpec:
+    """Return the spec of the layers of one model chunk, with a gated delta net where `linear_attention_freq` has 1."""
+    block: Any = get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage=vp_stage)
+    for layer in block.layer_specs:
+        submodules = layer.submodules.self_attention.submodules
+        if hasattr(submodules, "out_norm"):
+            submodules.out_norm = OutputNorm
+    return block
