@@ -151,7 +151,7 @@ SIGMOID_ROUTING_KEYS = {
     "num_nextn_predict_layers": 0,
 }
 PUBLISHED_KEYS: dict[str, dict[str, Any]] = {
-    **{family: INTERVAL for family in ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_text")},
+    **dict.fromkeys(("qwen3_next", "qwen3_5_moe_text", "qwen3_5_text"), INTERVAL),
     "qwen3_moe": {"num_experts": 8},
     "deepseek_v2": {"scoring_func": "softmax", "moe_layer_freq": 1, "ep_size": 1},
     "deepseek_v3": SIGMOID_ROUTING_KEYS,
