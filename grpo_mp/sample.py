@@ -39,7 +39,7 @@ from grpo_mp.trainer.sampling.answers import (
 from grpo_mp.trainer.sampling.farm import SampleFarm
 from grpo_mp.trainer.sampling.filters import SampleFilter, load_sample_filters
 from grpo_mp.utils.errors import UserError
-from grpo_mp.utils.files import read_json, write_json
+from grpo_mp.utils.files import read_json, stat_digest, write_json
 from grpo_mp.utils.parsers import sample_parser
 from grpo_mp.utils.redact import has_secrets
 from grpo_mp.utils.types import Prompt
@@ -78,8 +78,7 @@ class SamplingJob(EngineJob):
         """Return name -> value of all inputs that determine the answers: settings, weights, prompts and user code."""
         settings = self.settings.model_dump(mode="json", include=SECTIONS)
         decisive = {name: value for name, value in _dotted(settings) if not NEUTRAL.fullmatch(name)}
-        stats = [file.stat() for file in sorted(self.name.rglob("*")) if file.suffix in (".safetensors", ".bin")]
-        weights = " ".join(f"{stat.st_size}:{stat.st_mtime_ns}" for stat in stats)
+        weights = stat_digest(file for file in self.name.rglob("*") if file.suffix in (".safetensors", ".bin"))
         files = {"the model's files": weights, "the prompts": inputs.train.digest}
         return decisive | files | file_digests(settings)
 

@@ -26,10 +26,10 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param, fuse, split_by_bytes
 from grpo_mp.models.multi_token_prediction import copied_names
 from grpo_mp.utils.errors import UserError
-from grpo_mp.utils.files import sync_to_disk, write_json
+from grpo_mp.utils.files import stat_digest, sync_to_disk, write_json
 from grpo_mp.utils.reading import read_json, read_yaml
 
-RECORD = "conversion.json"  # file with the options and the path of the model that was converted
+RECORD = "conversion.json"  # file with the model, the digest of the source files, and the options of a conversion
 PART_BYTES = 2**29
 NUM_READERS = 2  # threads that read and cast the parameters of one part
 ReportProgress = Callable[[int, int], None]  # (bytes of the part just written, bytes of all missing parts)
@@ -50,7 +50,8 @@ def to_megatron(source: Path, destination: Path, report_progress: ReportProgress
         sizes = {name: param.num_elements * _dtype(reader, param).itemsize for name, param in params.items()}
         groups = split_by_bytes(sizes, part_bytes)
         parts = {f"part_{number:05d}": group for number, group in enumerate(groups)}
-        record = {"model": str(source.absolute()), "options": f"to-megatron {part_bytes}"}
+        files = stat_digest([*reader.files, source / "config.json"])
+        record = {"model": str(source.absolute()), "files": files, "options": f"to-megatron {part_bytes}"}
         if folder := _write_parts(destination, record, parts, _Format(load, write_part), report_progress):
             merge_parts(folder, parts)
             _complete(folder, destination)
@@ -73,7 +74,8 @@ def to_hf(
     hf = HfConfig.read(like)
     saved = source / "policy" if (source / "policy").is_dir() else source
     reader = SavedReader(saved) if (saved / INDEX).is_file() else TorchDistReader(source, hf)
-    if isinstance(reader, SavedReader) and reader.has_layer(hf.int("num_hidden_layers")):
+    has_mtp = isinstance(reader, SavedReader) and reader.has_layer(hf.int("num_hidden_layers"))
+    if has_mtp and hf.get("num_nextn_predict_layers"):
         hf = HfConfig.read(like, trains_mtp=True)  # the run trained the multi-token-prediction layer
     params = _params(hf)
     if unread := reader.unread(params.values()):
@@ -84,7 +86,9 @@ def to_hf(
     tensors = _HfTensors(params, reader, HfReader(like) if has_hf_weights(like) else None, hf, fp8)
     groups = split_by_bytes(tensors.sizes(), part_bytes)
     parts = {shard_name(number, len(groups)): group for number, group in enumerate(groups, start=1)}
-    record = {"model": f"{source.absolute()} {like.absolute()}", "options": f"to-hf {fp8} {part_bytes}"}
+    files = [*(file for file in reader.folder.rglob("*") if file.is_file()), like / "config.json"]
+    files += tensors.original.files if tensors.original else ()
+    record = {"model": str(like.absolute()), "files": stat_digest(files), "options": f"to-hf {fp8} {part_bytes}"}
     if folder := _write_parts(destination, record, parts, _Format(tensors.load, _save), report_progress):
         copy_aux_files(like, folder, fp8)
         write_index(folder, list(parts))

@@ -6,7 +6,7 @@ import math
 import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -118,3 +118,9 @@ def file_digest(file: Path) -> str:
     """Return the XXH128 checksum of a file as hexadecimal text, equal to the output of `xxh128sum`."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
+
+
+def stat_digest(files: Iterable[Path]) -> str:
+    """Return a digest of the names, sizes and modification times of files."""
+    stats = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+    return xxhash.xxh3_128_hexdigest(json.dumps(stats).encode())

@@ -162,8 +162,10 @@ def test_another_model_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"final.incomplete is of another conversion, or of none: choose another dest"):
         to_megatron(other, final, no_progress, PART_BYTES)
     to_megatron(model, final, no_progress, PART_BYTES)
-    with pytest.raises(UserError, match=r"final is of another conversion, or of none: choose another destination"):
-        to_megatron(other, final, no_progress, PART_BYTES)
+    (model / "model.safetensors").touch()
+    for changed in (other, model):
+        with pytest.raises(UserError, match=r"final is of another conversion, or of none: choose another destination"):
+            to_megatron(changed, final, no_progress, PART_BYTES)
 
 
 def test_layers_that_the_config_does_not_count_are_refused(tmp_path: Path) -> None:
