@@ -49,11 +49,6 @@ def layer_point(layer: int) -> str:
     return f"layer {layer}, after its MLP"
 
 
-def point_names(layers: int) -> list[str]:
-    """Return the names of all points except OUTPUT, in the order of computation."""
-    return [EMBEDDING, *(point(layer) for layer in range(layers) for point in (attention_point, layer_point))]
-
-
 class _Recorder:
     """Collects activations from hooks, sequence after sequence."""
 

@@ -110,16 +110,6 @@ def point_errors(
     return [PointError(point, distance, own.get(point)) for point, distance in found.items()]
 
 
-def expert_agreement(candidate: Activations, reference: Activations) -> dict[int, float]:
-    """Return, for each MoE layer, the share of the reference's experts that the candidate chooses as well."""
-    shares = {}
-    for layer, experts in reference.experts.items():
-        if layer in candidate.experts:
-            same = (candidate.experts[layer][:, :, None] == experts[:, None, :]).any(1)
-            shares[layer] = float(same.double().mean())
-    return shares
-
-
 def diagnose_model(
     name: str, model: Activations, reference: Activations, same_precision: Activations | None, layers: int
 ) -> list[Finding]:
@@ -144,14 +134,15 @@ def _table(
     reference: Activations,
     same_precision: Activations | None,
 ) -> list[str]:
-    """Return the lines of a table: error at each point, agreement of the experts, difference of the logprobs."""
-    own = same_precision or reference
+    """Return the lines of a table: error at each point, share of rerouted tokens, difference of the logprobs."""
     lines = [f"{'':28} {name:>8}  transformers in the same precision"]
-    lines += [f"{e.point:28} {e.model.error:8.1e}  {e.own.error if e.own else 0:8.1e}" for e in errors]
-    own_agreement = expert_agreement(own, reference)
-    for layer, share in expert_agreement(model, reference).items():
-        lines.append(f"{f'layer {layer}, experts alike':28} {share:8.2%}  {own_agreement[layer]:8.2%}")
-    largest, own_largest = (float((each.logprobs - reference.logprobs).abs().max()) for each in (model, own))
+    for each in errors:
+        own = each.own or Distance(0.0)
+        lines.append(f"{each.point:28} {each.model.error:8.1e}  {own.error:8.1e}")
+        if each.model.rerouted or own.rerouted:
+            lines.append(f"{'    tokens with other experts':28} {each.model.rerouted:8.2%}  {own.rerouted:8.2%}")
+    both = (model, same_precision or reference)
+    largest, own_largest = (float((each.logprobs - reference.logprobs).abs().max()) for each in both)
     return [*lines, f"{'largest logprob difference':28} {largest:8.1e}  {own_largest:8.1e}"]
 
 
