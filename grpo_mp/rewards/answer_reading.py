@@ -38,11 +38,10 @@ MATH_NAMES = frozenset(_MATH_NAMES.split())
 MAX_CHARACTERS, MAX_EXPONENT = 1000, 3000  # limits of a number: Python converts integers of at most 4300 digits
 
 MAX_PLACES = 64  # decimal places of a number for math-verify
-DEFAULT_TOLERANCE = 0.01  # for expected numbers that are not integers
+TOLERANCE = Fraction(1, 100)  # for expected numbers that are not integers
 
 TEXT_COMMAND = re.compile(r"\\(?:text(?:rm|bf|it|sf|tt|sc|normal)?|math(?:rm|bf|sf|it)|mbox|hbox|boldsymbol|rm|bf) ?\{")
 BLANKS = re.compile(r"(?:(?<!\\)\\(?:[ ,;:]|quad(?![a-z])|qquad(?![a-z])|thinspace(?![a-z]))|[\s~])+")
-WIDE_BLANK = re.compile(r"(?<=[0-9]) *\\q?quad *(?=[0-9])")  # between two numbers, which it separates like a comma
 SPELLINGS = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -171,7 +170,6 @@ def tidy(answer: str) -> str:
     """Normalize an answer: LaTeX and Unicode spell blanks, fractions and signs in many ways, the result in one way."""
     text = SUPERSCRIPT.sub(lambda match: f"^{{{match[0].translate(SUPERSCRIPT_DIGITS)}}}", answer.translate(IN_ASCII))
     text = VULGAR_FRACTION.sub(lambda match: " " + normalize("NFKC", match[0]).replace("\u2044", "/"), text)
-    text = WIDE_BLANK.sub(", ", text)
     text = BLANKS.sub(" ", TEXT_COMMAND.sub(r"\\text{", text)).strip()
     before = None
     while text != before:
@@ -196,23 +194,22 @@ def without_name(answer: str) -> str:
     return match[1] if match else answer
 
 
-def is_close(expected: Fraction, predicted: Fraction, tolerance: float | None) -> bool:
-    """Return whether |expected - predicted| <= tolerance * min(1, |expected|), so that 0.005 is not close to 0.
+def is_close(expected: Fraction, predicted: Fraction) -> bool:
+    """Return whether the difference is at most TOLERANCE * min(1, |expected|), or 0 if an integer is expected.
 
-    `tolerance` None: 0 if the expected number is an integer, else DEFAULT_TOLERANCE.
+    So 0.005 is not close to 0.
     """
-    if tolerance is None:
-        tolerance = 0.0 if expected.denominator == 1 else DEFAULT_TOLERANCE
-    return abs(expected - predicted) <= Fraction(str(tolerance)) * min(Fraction(1), abs(expected))
+    allowed = TOLERANCE * min(Fraction(1), abs(expected)) if expected.denominator > 1 else 0
+    return abs(expected - predicted) <= allowed
 
 
-def same_number(expected: Number, predicted: Number, tolerance: float | None) -> bool:
+def same_number(expected: Number, predicted: Number) -> bool:
     """Return whether two numbers are equal, or close if one is written as a decimal. 50% equals both 50 and 0.5."""
     pairs = [(expected.value, predicted.value)]
     if expected.is_percent != predicted.is_percent:
         pairs.append((expected.share, predicted.share))
     may_round = expected.is_decimal or predicted.is_decimal
-    return any(a == b or (may_round and is_close(a, b, tolerance)) for a, b in pairs)
+    return any(a == b or (may_round and is_close(a, b)) for a, b in pairs)
 
 
 def read_number(text: str) -> Number | None:

@@ -36,7 +36,7 @@ def same_answer(expected: str, predicted: str, verifier: MathVerifier) -> bool |
         return True
     left, right = map(read_answer, _without_what_one_adds(expected, predicted))
     if isinstance(left, Number) and isinstance(right, Number):
-        return same_number(left, right, verifier.tolerance)
+        return same_number(left, right)
     if isinstance(left, Text) and isinstance(right, Text):
         return left.key == right.key
     if isinstance(left, Text) and left.digits and isinstance(right, Number):

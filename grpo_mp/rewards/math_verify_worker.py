@@ -31,9 +31,9 @@ ROUNDING = 1e-12  # tolerance for decimals in an expression, which are floats
 class MathVerifier:
     """Compares answers with math-verify in a child process, which `close` ends. Thread-safe."""
 
-    def __init__(self, limit_s: float, tolerance: float | None = None) -> None:
-        """Limit each comparison to `limit_s` seconds. `tolerance`: see `is_close`."""
-        self.limit_s, self.tolerance = limit_s, tolerance
+    def __init__(self, limit_s: float) -> None:
+        """Limit each comparison to `limit_s` seconds."""
+        self.limit_s = limit_s
         self._child: subprocess.Popen[bytes] | None = None
         self._connection, _ = Pipe()
         self._lock = threading.Lock()
@@ -44,7 +44,7 @@ class MathVerifier:
             if self._child is None:
                 self._start()
             with suppress(EOFError, OSError):  # the child has ended
-                self._connection.send((expected, predicted, self.tolerance, self.limit_s))
+                self._connection.send((expected, predicted, self.limit_s))
                 if self._connection.poll(self.limit_s):
                     return bool(self._connection.recv())
             self._end()
@@ -83,27 +83,27 @@ class MathVerifier:
 
 def _serve(connection: Connection) -> None:
     """Run the child: answer comparisons until the parent ends."""
-    _is_equal("1", "x", None)  # loads imports and grammar tables before the first comparison is timed
+    _is_equal("1", "x")  # loads imports and grammar tables before the first comparison is timed
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, hard))
     connection.send(True)
     while True:
-        expected, predicted, tolerance, limit_s = connection.recv()
+        expected, predicted, limit_s = connection.recv()
         # The kernel ends this process a few seconds of CPU time after the limit, also without its parent.
         used = resource.getrusage(resource.RUSAGE_SELF)
         _, hard = resource.getrlimit(resource.RLIMIT_CPU)
         resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime + limit_s) + 2, hard))
-        connection.send(_is_equal(expected, predicted, tolerance))
+        connection.send(_is_equal(expected, predicted))
 
 
-def _is_equal(expected: str, predicted: str, tolerance: float | None) -> bool:
+def _is_equal(expected: str, predicted: str) -> bool:
     """Return whether two answers are equal by math-verify. The parent enforces the time limit."""
     from math_verify import parse, verify
 
     gold, answer = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (expected, predicted))
     if not gold or not answer:
         return False
-    is_equal = None if "%" in expected + predicted else _equal_numbers(gold[0], answer[0], tolerance)
+    is_equal = None if "%" in expected + predicted else _equal_numbers(gold[0], answer[0])
     if is_equal is not None:
         return is_equal
     # math-verify ignores a difference below 10^-precision, and floats have 15 digits. It rounds decimals to 6 places
@@ -121,7 +121,7 @@ def _floats(expression: Any) -> set[Any]:
     return atoms
 
 
-def _equal_numbers(expected: Any, predicted: Any, tolerance: float | None) -> bool | None:
+def _equal_numbers(expected: Any, predicted: Any) -> bool | None:
     """Return whether two expressions have the same value; None if one is not a finite number, or if both are 0."""
     first, second = _value(expected), _value(predicted)
     if first is None or second is None:
@@ -139,7 +139,7 @@ def _equal_numbers(expected: Any, predicted: Any, tolerance: float | None) -> bo
         return True
     if not (left.is_real and right.is_real):
         return False
-    return is_close(Fraction(str(left)), Fraction(str(right)), tolerance)
+    return is_close(Fraction(str(left)), Fraction(str(right)))
 
 
 def _value(expression: Any) -> Any:
