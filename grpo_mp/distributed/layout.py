@@ -135,13 +135,11 @@ def critic_layout(layout: LayoutConfig, model: ModelShape) -> LayoutConfig:
 
 def check_stages(layout: LayoutConfig, count: int) -> None:
     """Raise UserError unless `count` stages match layout.pipeline and layout.virtual_pipeline."""
-    virtual = count // layout.pipeline
-    if count != layout.pipeline * (layout.virtual_pipeline or 1):
+    expected = layout.pipeline * (layout.virtual_pipeline or 1)
+    if count != expected:
         raise UserError(
             f"training.megatron_args places the layers on {count} stages, layout.pipeline={layout.pipeline} with "
-            f"layout.virtual_pipeline={layout.virtual_pipeline or 'null'} has "
-            f"{layout.pipeline * (layout.virtual_pipeline or 1)}: write as many stages"
-            + (f", or set layout.virtual_pipeline={virtual if virtual > 1 else 'null'}" if virtual else "")
+            f"layout.virtual_pipeline={layout.virtual_pipeline or 'null'} has {expected}: write as many stages"
         )
 
 

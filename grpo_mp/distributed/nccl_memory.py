@@ -1,8 +1,7 @@
 """Memory of this rank's NCCL communicators, freed on the device while engines generate.
 
 NCCL suspends a communicator: it copies the buffers to the host and frees them, but keeps addresses and connections.
-Buffers for other nodes and for NVLink SHARP stay. Communicators are neither destroyed nor recreated.
-
+Buffers for other nodes and for NVLink SHARP stay.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,11 +21,8 @@ class NcclMemory:
     """Suspends NCCL communicators to free device memory, and resumes them."""
 
     def __init__(self, layout: LayoutConfig) -> None:
-        """Exclude the pipeline communicators if the layout has a virtual pipeline.
-
-        Its stages send pair by pair, and each pair has a communicator in one group. Suspending a communicator waits for
-        the other rank, and torch's order of communicators within a group may differ between ranks: this could deadlock.
-        """
+        # With a virtual pipeline, each pair of stages has a communicator in one group. Suspending waits for the other
+        # rank, and torch's order of communicators within a group may differ between ranks: this could deadlock.
         self._left_out = {PIPELINE} if layout.virtual_pipeline else set()
         self._suspended: list[Any] = []
 

@@ -144,21 +144,18 @@ def megatron_fields(interleaved: bool, model: Mapping[str, Any]) -> dict[str, An
 
 
 def fp8_fields(fp8_format: str | None) -> dict[str, Any]:
-    """Return the FP8 fields of Megatron's config; {} without FP8, and on a CPU.
-
-    TransformerEngine's FP8 copies of the weights are not cached between micro-batches. They would stay in GPU memory
-    when the policy is offloaded for the engines.
-    """
+    """Return the FP8 fields of Megatron's config; {} without FP8, and on a CPU."""
     if fp8_format is None or not on_cuda():
         return {}
+    # FP8 copies of the weights, cached between micro-batches, would stay in GPU memory while engines generate.
     return {"fp8": fp8_format, "fp8_recipe": "blockwise", "disable_parameter_transpose_cache": True}
 
 
 def fused_fields(model: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config fields that enable Megatron's fused kernels on CUDA. `model`: fields that describe the model.
 
-    Without fusion, the rotary embedding of packed sequences synchronizes with the device four times per layer and pass,
-    to read their lengths. For latent attention Megatron fuses only yarn; yarn with factor 1 equals plain rotary.
+    Without fusion, the rotary embedding of packed sequences synchronizes with the device four times per layer and pass.
+    For latent attention Megatron fuses only yarn; yarn with factor 1 equals plain rotary.
     """
     fields: dict[str, Any] = {"apply_rope_fusion": True}
     if model.get("num_moe_experts"):

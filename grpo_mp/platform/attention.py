@@ -60,8 +60,6 @@ class Attention(MegatronModule):
             return packed_attention(
                 query, key, value=value, packing=plan_packing(lengths, prefixes=prefixes), scale=self.scale
             )
-        if any(prefixes):
-            raise NotImplementedError("attention on a CPU shares prompts without context parallelism only")
         packing = plan_packing(lengths, self.cp_group.size(), self.cp_group.rank())
         # The backward pass of this gather is a reduce-scatter, which sums each token's gradient over all ranks.
         key, value = (gather_from_sequence_parallel_region(x.contiguous(), True, self.cp_group) for x in (key, value))

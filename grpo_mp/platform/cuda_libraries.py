@@ -18,27 +18,18 @@ def runtime_folder(name: str = "libcudart.so.13") -> Path | None:
 
 
 def library_path(folder: Path | None, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return a dictionary with LD_LIBRARY_PATH, `folder` first; {} without a folder.
-
-    SGLang preloads torch_memory_saver into its schedulers. That library needs libcudart, but does not search pip's
-    folders for it.
-    """
+    """Return a dictionary with LD_LIBRARY_PATH, `folder` first; {} without a folder."""
+    # SGLang preloads torch_memory_saver into its schedulers, which does not search pip's folders for libcudart.
     if folder is None:
         return {}
     return {"LD_LIBRARY_PATH": ":".join(filter(None, (str(folder), environment.get("LD_LIBRARY_PATH"))))}
 
 
-def find_toolkit(environment: Mapping[str, str], system: Path = SYSTEM_TOOLKIT) -> Path | None:
-    """Return the folder of the CUDA toolkit with which DeepGEMM and flashinfer compile kernels; None if there is none.
-
-    The search order is theirs: CUDA_HOME, CUDA_PATH, nvcc on PATH, `system`.
-    """
-    for name in ("CUDA_HOME", "CUDA_PATH"):
-        if environment.get(name):
-            return Path(environment[name])
-    if nvcc := shutil.which("nvcc", path=environment.get("PATH", "")):
-        return Path(nvcc).parents[1]
-    return system if system.is_dir() else None
+def has_toolkit(environment: Mapping[str, str], system: Path = SYSTEM_TOOLKIT) -> bool:
+    """Return whether DeepGEMM and flashinfer find a CUDA toolkit, with which they compile kernels."""
+    names = ("CUDA_HOME", "CUDA_PATH")
+    on_path = shutil.which("nvcc", path=environment.get("PATH", ""))
+    return any(environment.get(name) for name in names) or on_path is not None or system.is_dir()
 
 
 def link_toolkit(packages: Path, folder: Path) -> Path:
@@ -67,6 +58,6 @@ def cuda_environment(environment: Mapping[str, str], scratch: Path, system: Path
     """
     folder = runtime_folder()
     variables = library_path(folder, environment)
-    if folder and find_toolkit(environment, system) is None and (folder.parent / "bin" / "nvcc").is_file():
+    if folder and not has_toolkit(environment, system) and (folder.parent / "bin" / "nvcc").is_file():
         variables["CUDA_HOME"] = str(link_toolkit(folder.parent, scratch / "cuda_home"))
     return variables

@@ -1,8 +1,4 @@
-"""Batched attention of a CPU engine over its paged KV cache.
-
-SGLang's torch_native attention loops over sequences and recomputes the query rows of cached prefixes, which takes most
-of the time of a tiny model.
-"""
+"""Batched attention of a CPU engine over its paged KV cache; SGLang's torch_native attention loops over sequences."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence

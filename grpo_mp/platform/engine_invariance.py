@@ -1,7 +1,7 @@
 """Batch-invariant operators for a CPU engine: the result of a row does not depend on the rest of the batch.
 
-On GPUs, SGLang's deterministic mode registers Triton kernels for these operators. With MKL, a row of an fp32 matrix
-product is bitwise the same for all numbers of rows from 16 on, but not below. So matrices of fewer rows are padded.
+With MKL, a row of an fp32 matrix product is bitwise the same for all numbers of rows from 16 on, but not below. So
+matrices of fewer rows are padded.
 """
 
 from typing import Any

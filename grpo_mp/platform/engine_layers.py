@@ -1,8 +1,7 @@
 """Layers of a CPU engine with few torch operations.
 
-A decode step of a small model has only a few tokens, so the overhead per torch operation dominates. SGLang's native
-code uses about ten operations where torch has a single one. Each function gets SGLang's implementation as `original`
-and calls it in the cases that it does not support itself.
+In a decode step of a small model the overhead per torch operation dominates. SGLang's native code uses about ten
+operations where torch has a single one. Each function calls SGLang's `original` in the cases that it does not support.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,6 @@
-"""SGLang plugin with the patches that this program's engines need. SGLang calls `register` in its processes.
+"""SGLang plugin (entry point `sglang.srt.plugins` in pyproject.toml) with the patches that our engines need.
 
-It is registered as entry point `sglang.srt.plugins` in pyproject.toml. It does nothing in servers that this program did
-not start. The CPU patches are applied only to engines on a CPU.
+It does nothing in servers that this program did not start.
 """
 
 import gc
@@ -22,7 +21,7 @@ from grpo_mp.utils.processes import write_stacks_on_signal
 
 
 def register() -> None:
-    """Apply the patches. SGLang calls this in server, scheduler and detokenizer processes, before it builds a model."""
+    """Apply the patches. SGLang calls this in all its processes, before it builds a model."""
     if ENGINE_SCRATCH not in os.environ:
         return
     write_stacks_on_signal(Path(os.environ[ENGINE_SCRATCH]))
@@ -104,10 +103,7 @@ def _rotated(value: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _get_rope_cpu(original: Callable[..., Any], *args: Any) -> Any:
-    """Replace SGLang's rotary factory for CPUs by its general one if the model has no yarn.
-
-    The factory for CPUs would fail, because for latent attention it requires yarn.
-    """
+    """Replace SGLang's rotary factory for CPUs, which requires yarn for latent attention, if the model has none."""
     if args[5] is not None:
         return original(*args)
     from sglang.srt.layers.rotary_embedding.factory import get_rope

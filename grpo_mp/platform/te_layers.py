@@ -1,8 +1,7 @@
 """CPU modules with TransformerEngine's interface and parameter names.
 
-A model built from Megatron's TransformerEngine spec therefore has the same parameter names on a CPU as on a GPU, such
-as `linear_qkv.layer_norm_weight` and `experts.linear_fc1.weight3`. Checkpoints and the parameter mapping fit both.
-Import megatron.core first, which loads this module (see megatron_patches).
+A model therefore has the same parameter names on a CPU as on a GPU, such as `experts.linear_fc1.weight3`, and
+checkpoints and the parameter mapping fit both. megatron_patches loads this module when megatron.core is imported.
 """
 
 import contextlib

@@ -56,10 +56,9 @@ def set_group_ranking(model: nn.Module, group_score_topk: int) -> None:
 class LatentAttention(MLASelfAttention):
     """Megatron's latent attention without an extra query norm and without padded values.
 
-    With qk_layernorm, megatron-core 0.19 also adds a norm to uncompressed query projections (DeepSeek-V2-Lite,
-    Moonlight), which these models do not have. It also pads the values of packed sequences to the head size of the
-    keys (128 to 192), a sixth of attention's operations; TransformerEngine's kernels on Hopper and later do not need
-    that. Version 0.16 does neither and calls none of these hooks.
+    With qk_layernorm, megatron-core 0.19 adds a norm to uncompressed query projections, which DeepSeek-V2-Lite and
+    Moonlight do not have. It also pads values to the head size of the keys (128 to 192), a sixth of attention's
+    operations, which Hopper's kernels do not need. Version 0.16 does neither and calls none of these hooks.
     """
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:

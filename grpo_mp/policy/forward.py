@@ -42,7 +42,7 @@ def forward_backward(
 ) -> list[Any]:
     """Accumulate the gradient of the summed loss and return the report of each micro-batch (last stage only).
 
-    `loss`: returns a loss that is already divided by its global denominator, and a report.
+    `loss`: already divided by its global denominator.
     """
 
     def loss_step(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Any]:

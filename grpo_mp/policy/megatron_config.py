@@ -40,10 +40,6 @@ ARCHITECTURE = (
 )
 LAYOUT = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
 ADAM = ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
-HYBRID_OPTIMIZER = (  # fields of Megatron's optimizer that keeps float32 state on the host and updates it there
-    *("optimizer_cpu_offload", "optimizer_offload_fraction", "use_torch_optimizer_for_cpu_offload"),
-    *("overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params"),
-)
 RESERVED: dict[str, str] = {  # fields that the run sets itself, with what to do instead
     **{name: f"set layout.{size}" for size, name in zip(LAYOUT, megatron_sizes(LayoutConfig()), strict=True)},
     "sequence_parallel": "it follows from layout.tensor",
@@ -55,7 +51,7 @@ RESERVED: dict[str, str] = {  # fields that the run sets itself, with what to do
     # Megatron would gather some weights only in the next forward pass, but a weight sync reads all of them before that.
     "overlap_param_gather": "a weight sync needs the whole weights behind an update",
     "overlap_param_gather_with_optimizer_step": "a weight sync needs the whole weights behind an update",
-    **dict.fromkeys(HYBRID_OPTIMIZER, "set optimizer.offload=host"),
+    "optimizer_cpu_offload": "set optimizer.offload=host",
     "moe_enable_routing_replay": "set training.router_replay",
     **dict.fromkeys(("mtp_num_layers", "mtp_loss_scaling_factor"), "set model.mtp_loss_scaling_factor"),
     **{"fp8": "set training.fp8_format", "fp8_recipe": "set training.fp8_recipe"},
@@ -69,7 +65,7 @@ WHOLE_STATE = {"use_precision_aware_optimizer": True, "store_param_remainders": 
 
 
 def transformer_config(layout: LayoutConfig, training: TrainingConfig, dtype: str, hf: HfConfig) -> TransformerConfig:
-    """Build the model's config from its Hugging Face config, the layout, the training settings and the dtype."""
+    """Build the model's config. `hf`: its Hugging Face config."""
     family = family_of(hf).config(hf)
     config_class = MLATransformerConfig if family.get("multi_latent_attention") else TransformerConfig
     values = family | _numerics(DTYPES[dtype]) | RECOMPUTE[training.recompute] | _layout(layout)
@@ -118,7 +114,7 @@ def _check_last_stage(config: TransformerConfig) -> None:
     if config.num_layers_in_last_pipeline_stage == 0 or not {"decoder", "mtp"} <= kinds:
         raise UserError(
             "training.megatron_args places the multi-token-prediction layer apart from the last decoder layers: give "
-            "the last stage both, as in Et*3|t*3mL, or set model.mtp_loss_scaling_factor=0"
+            "the last stage both, as in Et*3|t*3mL"
         )
 
 

@@ -23,8 +23,7 @@ MTP_INPUTS = (
 class NextTokenLayer(MultiTokenPredictionLayer):
     """Megatron's MTP layer for `input_ids` that are already shifted: each position has its next token.
 
-    Megatron would shift them inside each packed sequence, with messages between context-parallel ranks. With shared
-    prompts that would be wrong, because a token's next token may be in another sequence.
+    Megatron would shift them inside each packed sequence, but with shared prompts the next token may be in another.
     """
 
     def _get_embeddings(
@@ -43,16 +42,13 @@ class NextTokenLayer(MultiTokenPredictionLayer):
     def _checkpointed_forward(
         self, *_: Callable[..., Tensor], hidden_states: Tensor, decoder_input: Tensor, **others: Any
     ) -> Tensor:
-        """Run the layer with activation recomputation in the backward pass.
-
-        Megatron's method would pass non-tensors to save_for_backward. The checkpoint computes weight gradients only if
-        an input requires a gradient, so the detached hidden states are made to require one.
-        """
+        """Recompute activations in the backward pass; Megatron's method would save non-tensors for it."""
 
         def run(hidden: Tensor, embedded: Tensor) -> Tensor:
             output: Tensor = self._proj_and_transformer_layer(hidden_states=hidden, decoder_input=embedded, **others)
             return output
 
+        # The checkpoint computes weight gradients only if an input requires a gradient.
         asking = hidden_states.detach().requires_grad_()
         distribute = self.config.distribute_saved_activations
         return tensor_parallel.checkpoint(run, distribute, asking, decoder_input)
@@ -71,8 +67,8 @@ class _ZeroGradient(torch.autograd.Function):
 def embed_detached(embedding: Callable[..., Tensor], is_learning: bool, **inputs: Tensor) -> Tensor:
     """Embed tokens so that the MTP loss does not train the embedding.
 
-    `is_learning`: whether this stage's embedding gets other gradients. The copy on the last pipeline stage gets none;
-    the MTP loss then gives it gradient 0, because data parallelism waits for a gradient of every weight.
+    `is_learning`: whether this stage's embedding gets other gradients. The copy on the last pipeline stage does not;
+    it gets gradient 0, because data parallelism waits for a gradient of every weight.
     """
     embedded = embedding(**inputs)
     return embedded.detach() if is_learning else _ZeroGradient.apply(embedded)
@@ -97,9 +93,8 @@ class MtpLoss:
     def __call__(self, logprobs: Tensor, batch: MicroBatch) -> Tensor:
         """Return the weighted loss of a micro-batch, and add its metrics to `sums`. `logprobs` [T]: of `mtp_targets`.
 
-        With the draft distribution q (the MTP layer) and the target distribution p (the engine), a draft token is
-        accepted with probability sum_x min(p(x), q(x)) (Leviathan et al., arXiv 2211.17192, Theorem 3.5). It is
-        estimated as the mean of min(1, q(x) / p(x)) over rollout tokens x, which were sampled from p.
+        A draft token of q (the MTP layer) for p (the engine) is accepted with probability sum_x min(p(x), q(x))
+        (arXiv 2211.17192, Theorem 3.5), the mean of min(1, q(x) / p(x)) over rollout tokens x, sampled from p.
         """
         assert batch.mtp_weights is not None
         assert batch.mtp_rollout_logprobs is not None

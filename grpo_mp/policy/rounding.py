@@ -15,7 +15,7 @@ def rounding_noise(models: Iterable[nn.Module], precision: str, seed: int) -> It
     """Inside the context, change the inputs of all linear layers by up to the rounding error of `precision`.
 
     Each value is multiplied by 1 + u, with u uniform in +-UNIT_ROUNDOFF[precision]. The outputs then differ as much as
-    those of two equally correct implementations. Ranks should have different seeds.
+    those of two equally correct implementations.
     """
     generators: dict[torch.device, torch.Generator] = {}
 

@@ -1,8 +1,7 @@
 """Shared prompts: the policy computes a prompt once for several responses.
 
 A micro-batch has the prompt as its own sequence, followed by the responses, each starting with the prompt's last
-token. The queries of a response attend to the keys of the prompt and of the response; their positions continue the
-prompt's.
+token. The queries of a response attend to the keys of both; their positions continue the prompt's.
 """
 
 import enum
@@ -21,15 +20,12 @@ from grpo_mp.utils.types import RowRange, copy_to
 
 @dataclass(kw_only=True)
 class SharedPromptParams(PackedSeqParams):
-    """Packing parameters that Megatron passes to each layer of a micro-batch with shared prompts.
-
-    The inherited fields describe one sequence of T tokens; `attention` has the real sequences, for core attention.
-    """
+    """Packing parameters of shared prompts. The inherited fields describe one sequence of T tokens."""
 
     positions: Tensor  # of the tokens, [T]
     max_positions: int  # upper bound of `positions`
     key_rows: Tensor  # rows of [T] that each sequence attends to, concatenated
-    attention: PackedSeqParams
+    attention: PackedSeqParams  # the real sequences, for core attention
 
 
 class _Mask(enum.Enum):
