@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from grpo_mp.algorithms.evaluation import write_scores
 from grpo_mp.checkpoint.run_state import read_manifest
-from grpo_mp.monitor.samples import SHOWN_SAMPLES, append_samples
+from grpo_mp.monitor.samples import append_samples
 from grpo_mp.trainer.command_line import command, started_job
 from grpo_mp.trainer.engine_job import EngineJob, read_engine_job, start_engines
 from grpo_mp.trainer.evaluation import Evaluation, Evaluator
@@ -54,14 +54,14 @@ def run(job: EngineJob, inputs: RunInputs) -> None:
         for name, eval_set in job.settings.data.eval.items()
     )
     with start_engines(job, inputs, f"{job.name}: {problems}; starting the engines") as engines:
-        evaluate_and_report(job, Evaluator(inputs.evals, inputs.scorer, samples_shown=SHOWN_SAMPLES, **vars(engines)))
+        evaluate_and_report(job, Evaluator(inputs.evals, inputs.scorer, engines))
 
 
 def evaluate_and_report(job: EngineJob, evaluator: Evaluator) -> None:
     """Evaluate every set; write scores, samples and the pass@k plot to the job's folder, and print a table."""
     folder = job.folder
-    ranks = evaluator.job
-    progress = evaluator.progress
+    ranks = evaluator.engines.job
+    progress = evaluator.engines.monitors.progress
     step = read_manifest(job.checkpoint).step if job.checkpoint else 0
     samples = _samples_file(folder, ranks.rank)
     samples.write_text("")

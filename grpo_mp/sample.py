@@ -166,7 +166,7 @@ def generate(job: SamplingJob, inputs: RunInputs, prompts: Sequence[Prompt]) -> 
         own = set(read_recorded(job.folder, len(prompts), ranks.rank, ranks.world_size))
         done = set[int]().union(*all_gather(own, ranks.group))
         if done:
-            engines.progress.note(f"{len(done):,} of {len(prompts):,} prompts were answered before")
+            engines.monitors.progress.note(f"{len(done):,} of {len(prompts):,} prompts were answered before")
         journal = GroupJournal(job.folder / GROUPS, ranks.rank)
         throughput = SampleFarm(job.settings, prompts, engines, journal).run(done)
         dist.barrier(group=ranks.group)

@@ -1,8 +1,9 @@
 """Train with GRPO or PPO: `torchrun ... -m grpo_mp.train CONFIG section.key=value ...`; `--dry-run` only checks."""
 
 import signal
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 
 from grpo_mp.utils.processes import end_with_launcher
@@ -15,25 +16,48 @@ from grpo_mp import platform
 from grpo_mp.algorithms.evaluation import read_scores, step_file
 from grpo_mp.batching.step_batch import Assembly, StepBatch, UpdateBatches, assemble_step_batch, send_routed_experts
 from grpo_mp.batching.updates import StepRule, packing_rule
-from grpo_mp.checkpoint.run_state import resumable_checkpoints
+from grpo_mp.checkpoint.run_state import ROLLOUTS, resumable_checkpoints
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.distributed.coordinates import data_parallel_size
 from grpo_mp.distributed.layout import model_shape
+from grpo_mp.distributed.process_groups import broadcast
 from grpo_mp.monitor.samples import SHOWN_SAMPLES
 from grpo_mp.policy.trained_model import UpdateReport
-from grpo_mp.trainer.collect import RolloutBatch
+from grpo_mp.trainer.collect import Collector, RolloutBatch, RolloutCollector
 from grpo_mp.trainer.command_line import command, print_once, started_job
-from grpo_mp.trainer.context import RolloutContext, TrainContext, open_context
+from grpo_mp.trainer.context import Engines, open_engines
 from grpo_mp.trainer.describe import describe_run
+from grpo_mp.trainer.evaluation import Evaluator
+from grpo_mp.trainer.exit import PreemptionHandler
+from grpo_mp.trainer.job import FindCheckpoints, RunContext
 from grpo_mp.trainer.logprobs import compute_logprobs
-from grpo_mp.trainer.loop import is_due
+from grpo_mp.trainer.loop import PolicyContext, is_due
 from grpo_mp.trainer.preflight import RunInputs, run_preflight
-from grpo_mp.trainer.replay import FOLDER, RolloutShape, dump_step
+from grpo_mp.trainer.recorded import read_recorded
+from grpo_mp.trainer.recover import EngineRecovery
+from grpo_mp.trainer.replay import FOLDER, ReplayCollector, RolloutShape, dump_step
 from grpo_mp.trainer.replica_check import check_replicas
-from grpo_mp.trainer.step_logger import StepLogger, StepOutcome, StepRecord
+from grpo_mp.trainer.save import CheckpointSaver
+from grpo_mp.trainer.step_logger import StepLogger, StepOutcome, StepRecord, sync_metrics
 from grpo_mp.trainer.update import critic_step, train_step, update_reference
 from grpo_mp.utils.parsers import train_parser
 from grpo_mp.utils.phases import Phase
+
+
+@dataclass(kw_only=True)
+class RolloutContext(RunContext):
+    """Parts of an RL job that every rank has, including ranks that only host an engine."""
+
+    settings: Settings
+    inputs: RunInputs
+    collector: Collector
+    evaluator: Evaluator
+    recovery: EngineRecovery
+
+
+@dataclass(kw_only=True)
+class TrainContext(RolloutContext, PolicyContext):
+    """Context of a training rank in an RL job: adds policy, critic and checkpoint saver to `RolloutContext`."""
 
 
 def train(ctx: TrainContext) -> None:
@@ -57,7 +81,7 @@ def train(ctx: TrainContext) -> None:
             updates = compute_logprobs_and_values(ctx, batch)
             critic_reports = update_critic(ctx, updates, step)  # empty without a critic
             reports = update_policy(ctx, rollouts, updates, step)
-            synced = ctx.sync_weights()
+            synced = sync_weights(ctx)
 
             outcome = StepOutcome(ctx.state, rollouts, batch, updates, reports, critic_reports, synced)
             record = logger.step_record(outcome)
@@ -83,7 +107,7 @@ def generate(ctx: RolloutContext) -> None:
             break
         dump_rollouts(ctx, rollouts, step)
         send_experts(ctx, rollouts, step)
-        ctx.sync_weights()
+        sync_weights(ctx)
         if is_due(step, run.eval_every, run):
             ctx.evaluator.evaluate(step)
     keep_rollouts(ctx)
@@ -206,7 +230,20 @@ def update_policy(ctx: TrainContext, rollouts: RolloutBatch, updates: UpdateBatc
 
 def sync_first_weights(ctx: RolloutContext) -> dict[str, float]:
     """Send the initial weights to the engines, unless a stop was already requested; return the sync metrics."""
-    return {} if ctx.should_stop() else ctx.sync_weights()
+    return {} if ctx.should_stop() else sync_weights(ctx)
+
+
+def sync_weights(ctx: RolloutContext) -> dict[str, float]:
+    """Send the policy's weights to every engine, check the engines, and return metrics; empty in a replay."""
+    if ctx.inputs.replay:
+        return {}
+    with ctx.phases.phase(Phase.SYNC):
+        ctx.state = broadcast(ctx.state, ctx.job.group)  # to ranks that only host an engine
+        if not ctx.settings.updates_running_groups:
+            ctx.collector.finish_generation()
+        reports = ctx.recovery.update_weights(ctx.state.optimizer_step)
+        ctx.collector.synced_step = ctx.state.step
+    return sync_metrics(reports, ctx.recovery.check_engines())
 
 
 def keep_rollouts(ctx: RolloutContext) -> None:
@@ -228,6 +265,61 @@ def replay_settings(settings: Settings) -> Settings:
     """Return the settings, changed for a replay: no engines, and all ranks train."""
     engine = settings.engine.model_copy(update={"ranks": 0})
     return settings.model_copy(update={"schedule": "colocated", "engine": engine})
+
+
+@contextmanager
+def open_context(
+    settings: Settings, inputs: RunInputs, find_checkpoints: FindCheckpoints = tuple
+) -> Iterator[RolloutContext]:
+    """Open an RL job: start the engine, build the models, resume; yield a TrainContext on ranks that train."""
+    with ExitStack() as stack:
+        engines = stack.enter_context(open_engines(settings, inputs, find_checkpoints))
+        job, policy = engines.job, engines.policy
+        state = replace(engines.resumed.state, data=inputs.train.digest or engines.resumed.state.data)
+        collector: Collector
+        if inputs.replay:
+            collector = ReplayCollector(inputs.replay, job, engines.phases)
+        else:
+            collector = make_collector(settings, inputs, engines)
+        common = RolloutContext(
+            settings=settings,
+            inputs=inputs,
+            job=job,
+            collector=collector,
+            evaluator=Evaluator(inputs.evals, inputs.scorer.for_evaluations(), engines),
+            recovery=engines.recovery,
+            phases=engines.phases,
+            timeline=engines.monitors.timeline,
+            progress=engines.monitors.progress,
+            preemption=PreemptionHandler(),
+            state=state,
+        )
+        stack.enter_context(platform.gc_frozen())
+        if policy:
+            limit_s = settings.monitor.phase_timeout_s
+            saver = CheckpointSaver(settings.run, policy, limit_s, not engines.offloads, critic=engines.critic)
+            stack.enter_context(saver)
+            models = vars(common) | {"parallel": policy.parallel, "policy": policy, "critic": engines.critic}
+            yield TrainContext(**models, saver=saver)
+        else:
+            yield common
+
+
+def make_collector(settings: Settings, inputs: RunInputs, engines: Engines) -> RolloutCollector:
+    """Return the collector, with the groups that an earlier job recorded."""
+    job, rollout = engines.job, engines.rollout
+    return RolloutCollector(
+        settings,
+        inputs.train,
+        rollout,
+        inputs.scorer,
+        job,
+        phases=engines.phases,
+        group_filter=inputs.extensions.group_filter,
+        recovery=engines.recovery,
+        curriculum=inputs.extensions.curriculum,
+        recorded=read_recorded(settings.run.folder / ROLLOUTS, rollout.host_ranks, job),
+    )
 
 
 def run(settings: Settings, inputs: RunInputs) -> None:

@@ -289,6 +289,10 @@ class EngineConfig(Section):
     )
     args: dict[str, Any] = Field({}, description="any argument of the installed SGLang, checked by name")
 
+    @property
+    def has_fp8_cache(self) -> bool:
+        return "fp8" in str(self.args.get("kv_cache_dtype"))
+
 
 class OptimizerConfig(Section):
     """AdamW and its learning rate. Updates are counted, not steps."""

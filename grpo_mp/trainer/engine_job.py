@@ -14,9 +14,10 @@ from grpo_mp import platform
 from grpo_mp.checkpoint.run_state import MANIFEST, read_manifest
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.rollout.rollout import engines_can_load_weights
-from grpo_mp.trainer.context import EngineContext, open_context, open_engines_only
+from grpo_mp.trainer.context import Engines, open_engines
 from grpo_mp.trainer.preflight import RunInputs
 from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.phases import Phase
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,12 @@ def read_engine_job(args: argparse.Namespace, command: str) -> EngineJob:
 
 
 @contextmanager
-def start_engines(job: EngineJob, inputs: RunInputs, greeting: str) -> Iterator[EngineContext]:
+def start_engines(job: EngineJob, inputs: RunInputs, greeting: str) -> Iterator[Engines]:
     """Run engines with the job's weights while the body runs."""
-    if not job.needs_policy:
-        with open_engines_only(job.settings, inputs, greeting) as engines:
-            yield engines
-        return
-    with open_context(job.settings, inputs, lambda: [job.checkpoint] if job.checkpoint else [], greeting) as ctx:
-        ctx.preemption.release()  # there is no training state to save before the process ends
-        ctx.sync_weights()
-        yield ctx.engines
+    checkpoints = [job.checkpoint] if job.checkpoint else []
+    with open_engines(job.settings, inputs, lambda: checkpoints, job.needs_policy, greeting) as engines:
+        if job.needs_policy:
+            with engines.phases.phase(Phase.SYNC):
+                engines.recovery.update_weights(engines.resumed.state.optimizer_step)
+            engines.recovery.check_engines()
+        yield engines

@@ -11,16 +11,13 @@ from grpo_mp.batching.exchange import all_gather_sample_info, gather_groups
 from grpo_mp.batching.group_selection import AdmissionRule
 from grpo_mp.data.prompts import PromptSet
 from grpo_mp.distributed.peers import watching_peers
-from grpo_mp.distributed.process_groups import Job, all_gather
+from grpo_mp.distributed.process_groups import all_gather
 from grpo_mp.monitor.metrics import metric_name
-from grpo_mp.monitor.progress import Progress
-from grpo_mp.monitor.samples import evenly_spaced, samples_to_markdown
+from grpo_mp.monitor.samples import SHOWN_SAMPLES, evenly_spaced, samples_to_markdown
 from grpo_mp.rewards.scorer import RewardStats, Scorer, sum_stats
-from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.rollout.stream import GroupStream
+from grpo_mp.trainer.context import Engines
 from grpo_mp.trainer.metrics import eval_metrics, eval_reward_metrics
-from grpo_mp.trainer.phase_manager import PhaseManager
-from grpo_mp.trainer.recover import EngineRecovery
 from grpo_mp.utils.phases import Phase
 from grpo_mp.utils.types import SampleGroup, SampleInfo
 
@@ -44,32 +41,27 @@ class Evaluator:
 
     prompts: dict[str, PromptSet]  # by name of the set
     scorer: Scorer
-    rollout: Rollout
-    job: Job
-    phases: PhaseManager
-    progress: Progress
-    samples_shown: int  # groups per set that are shown as text
-    recovery: EngineRecovery
+    engines: Engines
 
     def evaluate(self, step: int, on_groups: OnGroups | None = None) -> Evaluation:
         """Evaluate every set; scores and metrics are equal on all ranks.
 
         `on_groups`: called for each set with its name and the groups of this rank's engine.
         """
-        result, group = Evaluation(), self.job.group
+        result, group = Evaluation(), self.engines.job.group
         for name, prompts in self.prompts.items():
             groups = self._generate(prompts, name, step)
-            with self.phases.phase(Phase.EVAL, name):
+            with self.engines.phases.phase(Phase.EVAL, name):
                 infos: list[SampleInfo] = all_gather_sample_info(groups, group)
                 votes = _all_gather_votes(groups, self.scorer, group) if self.scorer.has_answers else None
             stats = sum_stats(all_gather(self.scorer.take_stats(), group))
             result.reward_stats[name] = stats
             for sentence in stats.first_errors.values():
-                self.progress.note(f"warning: {name}: {sentence}")
+                self.engines.monitors.progress.note(f"warning: {name}: {sentence}")
             result.scores[name] = score_eval_set(infos, votes, prompts.too_long)
             result.metrics.update(eval_metrics(name, result.scores[name]))
             result.metrics.update(eval_reward_metrics(name, stats))
-            chosen = evenly_spaced(sorted({info.group_id for info in infos}), self.samples_shown)
+            chosen = evenly_spaced(sorted({info.group_id for info in infos}), SHOWN_SAMPLES)
             if shown := gather_groups(groups, chosen, group):
                 result.texts[metric_name("eval/{set}/samples", set=name)] = samples_to_markdown(shown)
                 result.shown[name] = shown
@@ -80,15 +72,15 @@ class Evaluator:
     def _generate(self, prompts: PromptSet, name: str, step: int) -> list[SampleGroup]:
         """Return the groups of this rank's engine; start the set again if all engines were lost."""
         for attempt in count():
-            with self.phases.phase(Phase.EVAL, name), watching_peers(self.job.group) as check_peers:
+            with self.engines.phases.phase(Phase.EVAL, name), watching_peers(self.engines.job.group) as check_peers:
                 rule = AdmissionRule(len(prompts), len(prompts), len(prompts))
                 key = f"eval/{name}/{step}/{attempt}"
-                stream = GroupStream(self.job.store, key, rule, len(self.rollout.host_ranks))
+                stream = GroupStream(self.engines.job.store, key, rule, len(self.engines.rollout.host_ranks))
                 stream.check_peers = check_peers
-                groups = self.rollout.evaluate(prompts, self.scorer, name, step, stream)
-            any_left = any(all_gather(groups is not None, self.job.group))
-            if not (any_left and self.rollout.owns_devices):
-                self.recovery.run()
+                groups = self.engines.rollout.evaluate(prompts, self.scorer, name, step, stream)
+            any_left = any(all_gather(groups is not None, self.engines.job.group))
+            if not (any_left and self.engines.rollout.owns_devices):
+                self.engines.recovery.run()
             if any_left:
                 return groups or []
             self.scorer.take_stats()

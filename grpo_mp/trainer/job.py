@@ -7,7 +7,8 @@ from pathlib import Path
 
 from grpo_mp.checkpoint.run_lock import run_lock
 from grpo_mp.checkpoint.run_state import TrainState, check_run_folder, claim_run_folder, read_manifest, set_aside
-from grpo_mp.config import Settings, TrainerSettings
+from grpo_mp.config import TrainerSettings
+from grpo_mp.config.sections import RunConfig
 from grpo_mp.data.template import set_template_date, template_date
 from grpo_mp.distributed.process_groups import Job, Parallel, broadcast, join_job, stop_parallel
 from grpo_mp.monitor.progress import Progress
@@ -65,21 +66,22 @@ class RunContext:
 
 @contextmanager
 def join_run(
-    settings: TrainerSettings, resolved: str, find_checkpoints: FindCheckpoints = tuple, engine_ranks: int = 0
+    run: RunConfig, limit_s: float, resolved: str, find_checkpoints: FindCheckpoints = tuple, engine_ranks: int = 0
 ) -> Iterator[tuple[Job, Resumed]]:
     """Make the process groups, claim the run folder, and find the newest undamaged checkpoint.
 
-    `resolved`: the settings as YAML; `find_checkpoints`: returns checkpoints, newest first; called under the run lock.
+    `limit_s`: of a collective; `resolved`: the settings as YAML; `find_checkpoints`: returns checkpoints, newest first;
+    called under the run lock.
     """
     with ExitStack() as stack:
-        job = join_job(settings.monitor.phase_timeout_s, engine_ranks)
-        folder, rank = settings.run.folder, job.rank
+        job = join_job(limit_s, engine_ranks)
+        folder, rank = run.folder, job.rank
         stack.enter_context(report_error_once(rank, job.store))
         checkpoints: Sequence[Path] = ()
         changes: Sequence[str] = ()
         if rank == 0:
             stack.enter_context(run_lock(folder))
-            check_run_folder(folder, resolved, settings.run.resume == "auto")  # again, under the lock
+            check_run_folder(folder, resolved, run.resume == "auto")  # again, under the lock
             changes = claim_run_folder(folder, resolved)
             checkpoints = find_checkpoints()
         set_template_date(broadcast(template_date(), job.group))  # ranks may start before and after midnight
@@ -124,9 +126,9 @@ def build_policy(
     return policy
 
 
-def build_critic(settings: Settings, parallel: Parallel, checkpoint: Path | None) -> Critic:
-    """Build the critic; load its weights from a checked `checkpoint` if given."""
-    critic = Critic(settings.for_critic(), parallel, load_weights=checkpoint is None)
+def build_critic(settings: TrainerSettings, parallel: Parallel, checkpoint: Path | None) -> Critic:
+    """Build the critic; load its weights from a checked `checkpoint` if given. `settings`: the critic's."""
+    critic = Critic(settings, parallel, load_weights=checkpoint is None)
     if checkpoint:
         load_policy(critic, checkpoint / CRITIC)
     return critic

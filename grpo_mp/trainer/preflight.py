@@ -134,11 +134,10 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int, dump
         set_weights=settings.set_weights,
     )
     teacher, unasked = _make_teacher(settings.algorithm.distillation, hf, tokenizer)
-    in_fp8 = fp8 or "fp8" in str(settings.engine.args.get("kv_cache_dtype"))
     warnings = (
         *scorer.warnings,
         *(sentence for prompts in (train, *evals.values()) for sentence in prompts.warnings),
-        *start_warnings(settings.algorithm, rollout, in_fp8),
+        *start_warnings(settings.algorithm, rollout, fp8 or settings.engine.has_fp8_cache),
         *unasked,
     )
     return inputs(train=train, evals=evals, scorer=scorer, warnings=warnings, episodes=episodes, teacher=teacher)

@@ -11,6 +11,7 @@ from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.trainer.engine_check import EngineCheck
 from grpo_mp.trainer.phase_manager import PhaseManager
 from grpo_mp.utils.phases import Phase
+from grpo_mp.weight_sync.compare import CheckReport
 from grpo_mp.weight_sync.update import SyncReport, WeightSync
 
 
@@ -37,14 +38,23 @@ class EngineRecovery:
     def end_generation(self) -> None:
         """Wait for engines lost during generation to restart, before the trainer uses the devices."""
         if not self.rollout.owns_devices:
-            self._join(wait=True)
+            self.rollout.join(wait=True)
             dist.barrier(group=self.job.group)
 
-    def update_weights(self, weight_sync: WeightSync, version: int) -> list[SyncReport]:
+    def update_weights(self, version: int) -> list[SyncReport]:
         """Send the policy's weights to every engine, also to restarted ones; return the reports of all ranks."""
-        self._join(wait=False)
+        assert self.weight_sync
+        self.rollout.join(wait=False)
         self.version = version
-        return all_gather(weight_sync.update_weights(version), self.job.group)
+        return all_gather(self.weight_sync.update_weights(version), self.job.group)
+
+    def check_engines(self) -> CheckReport:
+        """Compare the engines with the policy, after lost engines have restarted if all were lost."""
+        assert self.engine_check
+        report = self.engine_check.run(self.version)
+        if not report.tokens and self.run():
+            report = self.engine_check.run(self.version)
+        return report
 
     def keep_weights(self) -> None:
         """Copy the policy's weights to `former` before an update."""
@@ -60,15 +70,12 @@ class EngineRecovery:
         while any(all_gather(self.rollout.is_lost, self.job.group)):
             found = True
             with self.phases.phase(Phase.GENERATE, "a lost engine starts again"):
-                self._join(wait=True)
+                self.rollout.join(wait=True)
                 dist.barrier(group=self.job.group)
             with self.former.swapped() if former and self.former else nullcontext():
                 if self.weight_sync:
                     with self.phases.phase(Phase.SYNC):
-                        self.update_weights(self.weight_sync, self.version)
+                        self.update_weights(self.version)
                 if self.engine_check:
                     self.engine_check.run(self.version)
         return found
-
-    def _join(self, wait: bool) -> None:
-        self.rollout.join(wait)

@@ -42,7 +42,8 @@ def _join_run(
     settings: SftSettings, inputs: SftInputs, find_checkpoints: FindCheckpoints
 ) -> Iterator[tuple[SftSettings, Job, Resumed]]:
     size = inputs.train.epoch_size
-    with join_run(settings, dump_settings(settings.with_steps(size)), find_checkpoints) as (job, resumed):
+    resolved = dump_settings(settings.with_steps(size))
+    with join_run(settings.run, settings.monitor.phase_timeout_s, resolved, find_checkpoints) as (job, resumed):
         settings = settings.with_steps(size, resumed.state.step, resumed.state.samples_seen)
         if job.rank == 0:
             write_settings(settings.run.folder, dump_settings(settings))

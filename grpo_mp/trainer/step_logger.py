@@ -47,7 +47,7 @@ from grpo_mp.trainer.metrics import (
 from grpo_mp.trainer.phase_manager import MemoryTracker
 from grpo_mp.utils.types import MicroBatch, SampleGroup
 from grpo_mp.weight_sync.compare import CheckReport
-from grpo_mp.weight_sync.update import SyncReport
+from grpo_mp.weight_sync.update import SyncReport, largest_report
 
 LOGGER = logging.getLogger(__name__)
 
@@ -212,8 +212,9 @@ def rank_metrics(summaries: Sequence[StepSummary]) -> dict[str, float]:
     return {"time/slowest_rank_ratio": max(seconds) / statistics.median_low(seconds)} if seconds else {}
 
 
-def sync_metrics(sync: SyncReport, check: CheckReport) -> dict[str, float]:
-    """Return the metrics of a weight sync and of the engine check after it."""
+def sync_metrics(reports: Sequence[SyncReport], check: CheckReport) -> dict[str, float]:
+    """Return the metrics of a weight sync and of the engine check after it. `reports`: of all ranks."""
+    sync = largest_report(reports)
     distance = {
         "sync/check/logprob_abs_diff/mean": check.mean,
         "sync/check/logprob_abs_diff/max": check.largest,

@@ -12,9 +12,8 @@ from pathlib import Path
 from grpo_mp.config import Settings, check_settings
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
-from grpo_mp.train import generate, train
+from grpo_mp.train import TrainContext, generate, open_context, train
 from grpo_mp.trainer.command_line import local_ranks
-from grpo_mp.trainer.context import TrainContext, open_context
 from grpo_mp.trainer.preflight import run_preflight
 from tests.bench import workload as w
 
@@ -97,7 +96,7 @@ def main() -> None:
     inputs = run_preflight(settings, *local_ranks())
     lengths = w.read_lengths(given.folder)
     with open_context(settings, inputs) as ctx:
-        if (engine := ctx.rollout.engine) and engine.client:
+        if (engine := ctx.recovery.rollout.engine) and engine.client:
             by_tokens = {prompt.tokens: lengths[prompt.text] for prompt in inputs.train}
             engine.client = ExactLengths(engine.client, by_tokens)
         if isinstance(ctx, TrainContext):

@@ -7,22 +7,24 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from grpo_mp.config import Settings
 from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.policy.policy import Policy
+from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.train import main
 from grpo_mp.trainer import context
-from grpo_mp.trainer.context import RankRuntime
+from grpo_mp.trainer.job import Monitors
 from grpo_mp.trainer.offload import engine_functions
 from grpo_mp.trainer.phase_manager import OffloadFunction, PhaseManager
 from grpo_mp.utils.phases import GENERATION, Residency
 
 
-def make_phases(settings: Settings, runtime: RankRuntime, policy: Policy, **_: Any) -> PhaseManager:
+def make_phases(
+    monitors: Monitors, rollout: Rollout, policy: Policy, critic: None, limit_s: float, *_: Any
+) -> PhaseManager:
     """Make phases that move the engine, and nothing of the policy."""
-    functions = engine_functions(runtime.rollout, policy.parallel.job.group)
-    engine = {part: partial(move, runtime.timeline, function) for part, function in functions.items()}
-    parts = (runtime.timeline, runtime.watchdog, runtime.progress, settings.monitor.phase_timeout_s)
+    functions = engine_functions(rollout, policy.parallel.job.group)
+    engine = {part: partial(move, monitors.timeline, function) for part, function in functions.items()}
+    parts = (monitors.timeline, monitors.watchdog, monitors.progress, limit_s)
     return PhaseManager(*parts, {**dict.fromkeys(vars(Residency()), stay), **engine}, GENERATION)
 
 
@@ -36,6 +38,6 @@ def stay(onload: bool) -> None:
 
 
 if __name__ == "__main__":
-    patched: dict[str, Callable[..., Any]] = {"_make_phases": make_phases}
+    patched: dict[str, Callable[..., Any]] = {"make_phases": make_phases}
     vars(context).update(patched)
     main()

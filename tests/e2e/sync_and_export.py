@@ -13,7 +13,8 @@ import torch
 from grpo_mp.config import Settings
 from grpo_mp.rollout.client import TARGET, EngineClient
 from grpo_mp.train import main
-from grpo_mp.trainer.context import RunInputs, TrainContext, open_context
+from grpo_mp.trainer.context import Engines, open_engines
+from grpo_mp.trainer.preflight import RunInputs
 from grpo_mp.trainer.save import export_policy
 from grpo_mp.weight_sync.update import SyncReport
 from tests.weight_sync.sent_messages import sent_messages
@@ -24,7 +25,7 @@ CHANGED = ("experts.linear_fc2.weight3", "input_layernorm.weight", "linear_q_dow
 
 
 def run(settings: Settings, inputs: RunInputs) -> None:
-    with open_context(settings, inputs) as ctx:
+    with open_engines(settings, inputs) as ctx:
         found: dict[str, Any] = {"first": sync(ctx, 1)}
         with torch.no_grad():
             for name, tensor in ctx.policy.tensors.items():
@@ -43,14 +44,14 @@ def run(settings: Settings, inputs: RunInputs) -> None:
         (settings.run.folder / f"engine_{ctx.job.rank}.json").write_text(json.dumps(found))
 
 
-def sync(ctx: TrainContext, version: int) -> dict[str, Any]:
+def sync(ctx: Engines, version: int) -> dict[str, Any]:
     with sent_messages() as messages:
-        report: SyncReport = ctx.weight_sync.update_weights(version)
+        report: SyncReport = ctx.recovery.weight_sync.update_weights(version)
     sizes = {"sent": report.sent, "staged": report.staged, "rounds": report.rounds, "messages": sum(messages)}
     return {**sizes, **ask(ctx)}
 
 
-def ask(ctx: TrainContext) -> dict[str, Any]:
+def ask(ctx: Engines) -> dict[str, Any]:
     client = ctx.rollout.client
     return ctx.rollout.call(describe(client)) if client else {}
 

@@ -48,7 +48,7 @@ def make_farm(folder: Path, group: dist.ProcessGroup, engines: Sequence[FakeEngi
         job=SimpleNamespace(group=group, rank=0, world_size=1, store=dist.HashStore()),
         rollout=rollout,
         phases=SimpleNamespace(phase=lambda *_: nullcontext()),
-        progress=SimpleNamespace(note=lambda _: None),
+        monitors=SimpleNamespace(progress=SimpleNamespace(note=lambda _: None)),
         recovery=SimpleNamespace(begin_step=none, run=none, weight_sync=None),
     )
     prompts = [Prompt(number, str(number), (number,)) for number in range(PROMPTS)]

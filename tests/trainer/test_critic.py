@@ -186,7 +186,7 @@ def test_a_critic_is_saved_with_the_policy_and_built_from_it(parallel: Parallel,
         saver.save(TrainState(step=1))
     folder = latest_checkpoint(tmp_path)
     assert folder is not None
-    built = build_critic(settings, parallel, folder)
+    built = build_critic(settings.for_critic(), parallel, folder)
     fresh = Critic(settings.for_critic(), parallel)
     assert not fresh.tensors[VALUE_HEAD].equal(critic.tensors[VALUE_HEAD])
     for one, other in ((built, critic), (learned(built), learned(critic))):  # the optimizer's state, too

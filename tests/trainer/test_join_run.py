@@ -36,7 +36,7 @@ logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="%(message)
 settings = check_settings(yaml.safe_load(sys.argv[1]), "test")
 with single_rank_environment():
     find = partial(resumable_checkpoints, settings.run.folder, "")
-    with join_run(settings, dump_settings(settings), find) as (job, resumed):
+    with join_run(settings.run, 60.0, dump_settings(settings), find) as (job, resumed):
         print(resumed.state.step, resumed.damages, flush=True)
 """
 

@@ -199,9 +199,9 @@ def test_engines_that_are_lost_do_not_count(
     nothing = check.run(3)
     assert (nothing.tokens, engine.sets) == (0, [])
     sync = SyncReport(3, 0, 0, 0, 1, 1.0)
-    assert "sync/check/logprob_abs_diff/mean" not in sync_metrics(sync, nothing)
-    assert sync_metrics(sync, CheckReport(0.5, 0.6, 7))["sync/check/logprob_abs_diff/max"] == 0.6
-    assert sync_metrics(sync, nothing)["sync/check/tokens"] == 0
+    assert "sync/check/logprob_abs_diff/mean" not in sync_metrics([sync], nothing)
+    assert sync_metrics([sync], CheckReport(0.5, 0.6, 7))["sync/check/logprob_abs_diff/max"] == 0.6
+    assert sync_metrics([sync], nothing)["sync/check/tokens"] == 0
 
     monkeypatch.setattr(Engine, "host_ranks", (0, 1))
     right = CheckReport(1e-7, 1e-6, 100)

@@ -15,7 +15,7 @@ from grpo_mp.rollout.journal import GroupJournal
 from grpo_mp.rollout.rollout import rollout_sampling, rollout_seed
 from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import RolloutTask
-from grpo_mp.trainer.context import EngineContext
+from grpo_mp.trainer.context import Engines
 from grpo_mp.trainer.sampling.filters import response_tokens
 from grpo_mp.utils.errors import DiskError
 from grpo_mp.utils.phases import Phase
@@ -49,7 +49,7 @@ class SampleFarm:
 
     settings: Settings
     prompts: Sequence[Prompt]
-    engines: EngineContext
+    engines: Engines
     journal: GroupJournal
     own: Throughput = field(default_factory=Throughput)  # of this rank's engine
     _running: LaunchedGroups = field(default_factory=dict, init=False)  # by prompt
@@ -74,7 +74,7 @@ class SampleFarm:
             done.update(*all_gather(self._ended, job.group))
             self._ended = set()
             total = self._sum(time.monotonic() - began_s)
-            self.engines.progress.note(
+            self.engines.monitors.progress.note(
                 f"{prompts.stop:,} of {len(self.prompts):,} prompts; {total.tokens_per_s:,.0f} tokens/s"
             )
         return total
