@@ -13,11 +13,11 @@ if __name__ == "__main__":
 
 from grpo_mp import platform
 from grpo_mp.checkpoint.run_state import resumable_checkpoints, saved_state
-from grpo_mp.config import SftSettings, load_sft_settings
+from grpo_mp.config import SftSettings, load_sft_settings, show_settings
 from grpo_mp.data.cursor import Cursor
 from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.trainer.command_line import command, print_once, started_job
-from grpo_mp.trainer.describe import describe_sft
+from grpo_mp.trainer.describe import describe_chats, describe_ranks, dry_run_text
 from grpo_mp.trainer.loop import is_due
 from grpo_mp.trainer.replica_check import check_replicas
 from grpo_mp.trainer.sft_context import SftContext, open_sft_context
@@ -55,11 +55,12 @@ def fine_tune(ctx: SftContext) -> None:
 
 def take_samples(ctx: SftContext) -> SftBatch:
     """Return the samples of the next step, with this rank's share packed into micro-batches."""
-    cursor = ctx.state.cursor or Cursor(seed=ctx.settings.run.seed)
+    settings, train = ctx.settings, ctx.inputs.train
+    cursor = ctx.state.cursor or Cursor(seed=settings.run.seed)
     with ctx.phases.phase(Phase.TRAIN, "samples"):
-        return next_batch(
-            ctx.settings, ctx.inputs.train, cursor=cursor, samples_seen=ctx.state.samples_seen, policy=ctx.policy
-        )
+        count = settings.step_samples(train.epoch_size, ctx.state.samples_seen)
+        max_tokens = settings.training.max_tokens_per_microbatch
+        return next_batch(train, cursor, count, settings.data.shuffle, max_tokens, ctx.policy)
 
 
 def update_policy(ctx: SftContext, batch: SftBatch, step: int) -> tuple[UpdateReport, dict[str, float]]:
@@ -116,6 +117,19 @@ def run(settings: SftSettings, inputs: SftInputs) -> None:
         fine_tune(ctx)
 
 
+def describe(
+    settings: SftSettings, inputs: SftInputs, world_size: int, ranks_per_node: int, every_setting: bool
+) -> str:
+    """Return the text of a dry run: layout, sizes, first sample, warnings, and settings as YAML."""
+    steps, size = settings.run.steps, settings.sft.batch_size
+    facts = [
+        describe_ranks(settings.layout, world_size, 0, ranks_per_node),
+        f"{steps} steps of {size} samples: {steps * size / inputs.train.epoch_size:.2f} epochs",
+        *describe_chats(inputs, settings.sft.max_tokens),
+    ]
+    return dry_run_text(facts, inputs.warnings, settings.run.folder, show_settings(settings, every_setting))
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line of `grpo-mp sft`; raise SystemExit on failure."""
     with (
@@ -127,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if args.dry_run:
             state = saved_state(settings.run.folder)
             settings = settings.with_steps(inputs.train.epoch_size, state.step, state.samples_seen)
-            print_once(describe_sft(settings, inputs, world_size, ranks_per_node, args.all))
+            print_once(describe(settings, inputs, world_size, ranks_per_node, args.all))
         else:
             run(settings, inputs)
 

@@ -17,7 +17,7 @@ from grpo_mp.algorithms.evaluation import read_scores, step_file
 from grpo_mp.batching.step_batch import Assembly, StepBatch, UpdateBatches, assemble_step_batch, send_routed_experts
 from grpo_mp.batching.updates import StepRule, packing_rule
 from grpo_mp.checkpoint.run_state import ROLLOUTS, resumable_checkpoints
-from grpo_mp.config import Settings, load_settings
+from grpo_mp.config import Settings, load_settings, show_settings
 from grpo_mp.distributed.coordinates import data_parallel_size
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.distributed.process_groups import broadcast
@@ -26,7 +26,7 @@ from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.trainer.collect import Collector, RolloutBatch, RolloutCollector
 from grpo_mp.trainer.command_line import command, print_once, started_job
 from grpo_mp.trainer.context import Engines, open_engines
-from grpo_mp.trainer.describe import describe_run
+from grpo_mp.trainer.describe import describe_engines, describe_prompts, describe_ranks, dry_run_text
 from grpo_mp.trainer.evaluation import Evaluator
 from grpo_mp.trainer.exit import PreemptionHandler
 from grpo_mp.trainer.job import FindCheckpoints, RunContext
@@ -177,9 +177,8 @@ def compute_logprobs_and_values(ctx: TrainContext, batch: StepBatch) -> UpdateBa
             ctx.policy,
             batch,
             algorithm=settings.algorithm,
-            epochs=settings.training.epochs,
+            training=settings.training,
             adaptive_coefs=state.adaptive_coefs,
-            record_routing=settings.training.router_replay == "R2",
             critic=ctx.critic,
         )
 
@@ -332,6 +331,17 @@ def run(settings: Settings, inputs: RunInputs) -> None:
             generate(ctx)
 
 
+def describe(settings: Settings, inputs: RunInputs, world_size: int, ranks_per_node: int, every_setting: bool) -> str:
+    """Return the text of a dry run: layout, sizes, first prompt, warnings, and settings as YAML."""
+    facts = [describe_ranks(settings.layout, world_size, settings.engine.ranks, ranks_per_node), settings.step_summary]
+    if inputs.replay:
+        facts.append(f"rollouts: from {inputs.replay.folder}")
+    else:
+        facts.append(describe_engines(settings.engine, world_size, ranks_per_node))
+        facts += describe_prompts(inputs, settings.data.eval)
+    return dry_run_text(facts, inputs.warnings, settings.run.folder, show_settings(settings, every_setting))
+
+
 def main(arguments: Sequence[str] | None = None, run: Callable[[Settings, RunInputs], None] = run) -> None:
     """Run the command line of `grpo-mp train`; raise SystemExit on failure. `run`: trains with the checked inputs."""
     with (
@@ -344,7 +354,7 @@ def main(arguments: Sequence[str] | None = None, run: Callable[[Settings, RunInp
         inputs = run_preflight(settings, world_size, ranks_per_node, args.replay)
         settings = settings.with_steps(inputs.train.epoch_size)
         if args.dry_run:
-            print_once(describe_run(settings, inputs, world_size, ranks_per_node, args.all))
+            print_once(describe(settings, inputs, world_size, ranks_per_node, args.all))
         else:
             run(settings, inputs)
 

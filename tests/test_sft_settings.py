@@ -105,7 +105,7 @@ def test_every_sample_is_seen_once_in_each_epoch_that_is_added(monkeypatch: pyte
         settings = settings_of(sft={"batch_size": 4}, run={"epochs": epochs}).with_steps(10, step, len(seen))
         assert settings.run.steps == steps
         while step < settings.run.steps:
-            batch = next_batch(settings, train, cursor, len(seen), cast(Policy, None))
+            batch = next_batch(train, cursor, settings.step_samples(10, len(seen)), True, 8, cast(Policy, None))
             cursor, step = batch.cursor, step + 1
             seen += batch.indices
         assert [sorted(seen[start : start + 10]) for start in range(0, len(seen), 10)] == [list(range(10))] * epochs

@@ -9,7 +9,6 @@ from grpo_mp.config.load import (
     load_pipeline,
     load_settings,
     load_sft_settings,
-    show_changed_settings,
     show_settings,
     training_module,
 )
@@ -33,7 +32,6 @@ __all__ = [
     "load_pipeline",
     "load_settings",
     "load_sft_settings",
-    "show_changed_settings",
     "show_settings",
     "training_module",
 ]

@@ -128,15 +128,11 @@ def dump_settings(settings: Section) -> str:
     return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False)
 
 
-def show_settings(settings: Section) -> str:
-    """Return all settings as YAML for display, with secrets removed."""
-    return yaml.safe_dump(without_secrets(settings.model_dump(mode="json")), sort_keys=False)
-
-
-def show_changed_settings(settings: Section) -> str:
-    """Return the settings that differ from their defaults as YAML for display, with secrets removed."""
-    changed = settings.model_dump(mode="json", exclude_defaults=True)
-    return yaml.safe_dump(without_secrets(changed), sort_keys=False)
+def show_settings(settings: Section, every: bool = True) -> str:
+    """Return all settings, or those that differ from their defaults, as YAML for display, with secrets removed."""
+    shown = without_secrets(settings.model_dump(mode="json", exclude_defaults=not every))
+    header = "" if every else "# settings that differ from the defaults (--all shows every one)\n"
+    return header + yaml.safe_dump(shown, sort_keys=False)
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:

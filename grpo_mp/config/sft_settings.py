@@ -89,6 +89,11 @@ class SftSettings(TrainerSettings):
                 )
         yield from super().problems()
 
+    def step_samples(self, epoch_size: int, samples_seen: int) -> int:
+        """Return the number of samples of the next step; the last step of the last epoch may be smaller."""
+        left = round(self.run.epochs * epoch_size) - samples_seen if self.run.epochs else 0
+        return min(self.sft.batch_size, left) if left > 0 else self.sft.batch_size
+
     def with_steps(self, epoch_size: int, steps_done: int = 0, samples_seen: int = 0) -> "SftSettings":
         """Return the settings with `run.steps` computed from `run.epochs`.
 

@@ -16,6 +16,7 @@ from grpo_mp.batching.step_batch import (
     with_logprobs,
 )
 from grpo_mp.batching.values import with_generalized_advantages, with_values
+from grpo_mp.config.sections import TrainingConfig
 from grpo_mp.distributed.process_groups import Parallel, all_gather
 from grpo_mp.policy.critic import Critic
 from grpo_mp.policy.policy import Policy
@@ -28,19 +29,18 @@ def compute_logprobs(
     policy: Policy,
     batch: StepBatch,
     algorithm: AlgorithmConfig,
-    epochs: int,
+    training: TrainingConfig,
     adaptive_coefs: Mapping[str, float],
-    record_routing: bool = False,
     critic: Critic | None = None,
 ) -> UpdateBatches:
     """Return each update's micro-batches with the logprobs, values and advantages that its loss needs.
 
-    `adaptive_coefs`: adaptive loss coefficients by name; `record_routing`: record the experts chosen in the pass for
-    old logprobs, so that the updates replay them; `critic`: computes the values for advantage.baseline=critic.
+    `adaptive_coefs`: adaptive loss coefficients by name; `critic`: computes the values for advantage.baseline=critic.
     """
+    record_routing = training.router_replay == "R2"  # updates replay the experts of the pass for old logprobs
     kl, parallel = algorithm.kl, policy.parallel
     updates = [list(update) for update in batch.updates]
-    if needs_old_logprobs(algorithm, len(updates) * epochs):
+    if needs_old_logprobs(algorithm, len(updates) * training.epochs):
         top_quantile = algorithm.entropy.top_quantile
         for number, update in enumerate(updates):
             outputs, batches = policy.record_routing(update) if record_routing else (policy.logprobs(update), update)

@@ -45,16 +45,3 @@ def run_sft_preflight(settings: SftSettings, world_size: int) -> SftInputs:
     evals = load_held_out_chats(reader)
     warnings = tuple(sentence for chats in (train, *evals.values()) for sentence in chats.warnings)
     return SftInputs(hf, tokenizer, train=train, evals=evals, make_loggers=make_loggers, warnings=warnings)
-
-
-def show_learned(inputs: SftInputs) -> str:
-    """Return the first sample as one line of text, with its loss tokens in double brackets."""
-    sample, decode = inputs.train[0], inputs.tokenizer.decode
-    parts, run = [decode(list(sample.prompt_tokens))], list[int]()
-    mask = sample.generated or (True,) * len(sample.tokens)
-    for index, (token, is_learned) in enumerate(zip(sample.tokens, mask, strict=True)):
-        run.append(token)
-        if index + 1 == len(mask) or mask[index + 1] != is_learned:
-            parts.append(f"[[{decode(run)}]]" if is_learned else decode(run))
-            run = []
-    return repr("".join(parts))

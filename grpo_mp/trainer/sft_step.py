@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 from grpo_mp.algorithms.losses import SUPERVISED_SUMS, merge_sums, supervised_metrics, token_mean_loss
 from grpo_mp.batching.updates import PackingRule, UpdatePlan, microbatches, plan_updates
-from grpo_mp.config import SftSettings
 from grpo_mp.data.chat_data import ChatSet
 from grpo_mp.data.cursor import Cursor, take
 from grpo_mp.distributed.process_groups import Parallel
@@ -43,14 +42,10 @@ class SftBatch:
     packed: SupervisedBatch
 
 
-def next_batch(settings: SftSettings, train: ChatSet, cursor: Cursor, samples_seen: int, policy: Policy) -> SftBatch:
-    """Return the next batch after `cursor`, with this rank's samples packed; the last batch may be smaller."""
-    sft, size = settings.sft, train.epoch_size
-    epochs = settings.run.epochs
-    left = round(epochs * size) - samples_seen if epochs else sft.batch_size
-    count = min(sft.batch_size, left) if left > 0 else sft.batch_size
-    indices, cursor = take(cursor, size, count, settings.data.shuffle, mixture=train.mixture)
-    return SftBatch(indices, cursor, pack_samples(train, indices, settings.training.max_tokens_per_microbatch, policy))
+def next_batch(train: ChatSet, cursor: Cursor, count: int, shuffle: bool, max_tokens: int, policy: Policy) -> SftBatch:
+    """Return the next `count` samples after `cursor`, with this rank's samples packed into micro-batches."""
+    indices, cursor = take(cursor, train.epoch_size, count, shuffle, mixture=train.mixture)
+    return SftBatch(indices, cursor, pack_samples(train, indices, max_tokens, policy))
 
 
 def pack_samples(data: ChatSet, indices: Sequence[int], max_tokens: int, policy: Policy) -> SupervisedBatch:

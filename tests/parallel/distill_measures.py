@@ -54,7 +54,7 @@ def distilled(bench: Bench) -> Result:
     estimator = load_estimator(algorithm.advantage)
     assembly = Assembly(settings, parallel, SMALL["hidden_size"], estimator, {})
     batch = assemble_step_batch(groups, infos, 1, assembly)
-    (update,) = compute_logprobs(policy, batch, algorithm, training.epochs, adaptive_coefs={})
+    (update,) = compute_logprobs(policy, batch, algorithm, training, adaptive_coefs={})
     losses = policy.compute_gradients(update, loss_of(algorithm, reduce=partial(sum_over_context, parallel=parallel)))
     return {
         "shards": _gradients(policy),

@@ -365,7 +365,7 @@ def family(bench: Bench) -> Result:
         estimator = load_estimator(algorithm.advantage)
         assembly = Assembly(settings, parallel, SMALL["hidden_size"], estimator, {})
         batch = assemble_step_batch(groups, infos, 1, assembly)
-        (update,) = compute_logprobs(policy, batch, algorithm, training.epochs, adaptive_coefs={})
+        (update,) = compute_logprobs(policy, batch, algorithm, training, adaptive_coefs={})
         update = [replace(one, old_logprobs=one.rollout_logprobs + 0.1 * torch.cos(one.targets)) for one in update]
         policy.compute_gradients(update, loss_of(algorithm, reduce=partial(sum_over_context, parallel=parallel)))
         gradients[name] = {"shards": _gradients(policy), "held": _held(policy)}

@@ -25,9 +25,7 @@ class OneStep:
     batch: StepBatch
 
     def compute_logprobs(self) -> UpdateBatches:
-        training = self.settings.training
-        records = training.router_replay == "R2"
-        return compute_logprobs(self.policy, self.batch, self.settings.algorithm, training.epochs, {}, records)
+        return compute_logprobs(self.policy, self.batch, self.settings.algorithm, self.settings.training, {})
 
     def train(self, updates: UpdateBatches) -> list[UpdateReport]:
         algorithm, epochs = self.settings.algorithm, self.settings.training.epochs
