@@ -37,12 +37,12 @@ class Reporter:
             self._start("--trace")
 
     def end(self, early: bool = False) -> None:
-        """Start the last report. `early`: the run ends before its last step."""
-        self._has_last = True
+        """Start the last report, which may outlive the run. `early`: the run ends before its last step."""
         if self._every is not None:
             self.finish(0.0 if early else LIMIT_S)
             # After a normal end the timeline still lacks its last spans. niceness 0: the run waits for the report.
-            self._start(*(["--trace"] if early else []), niceness=0)
+            self._start(*(["--trace"] if early else []), niceness=0, outlives=True)
+        self._has_last = True
 
     def end_after(self, error: BaseException) -> None:
         """Report the finished steps of a run that failed. The wait at the exit lets the error be printed first."""
@@ -53,18 +53,20 @@ class Reporter:
             atexit.register(self.finish, EARLY_LIMIT_S)
 
     def finish(self, limit_s: float = LIMIT_S) -> None:
-        """Wait at most `limit_s` seconds, then kill the report process."""
+        """Wait at most `limit_s` seconds. After that the last report continues; any other report is killed."""
         with suppress(KeyboardInterrupt):  # Ctrl-C ends the wait
             if self._has_ended(limit_s):
                 return
-        if self._process:
+        if self._process and self._has_last:
+            self._note(f"warning: report: still being written, see {self._log}")
+        elif self._process:
             self._process.kill()
             self._process.wait()
-            self._process = None
-            self._note(f"warning: report: killed at the end of the run, `grpo-mp report {self._folder}` writes it")
+        self._process = None
 
-    def _start(self, *options: str, niceness: int = NICENESS) -> None:
-        command = with_death_signal([sys.executable, "-m", "grpo_mp", "report", str(self._folder), *options])
+    def _start(self, *options: str, niceness: int = NICENESS, outlives: bool = False) -> None:
+        command = [sys.executable, "-m", "grpo_mp", "report", str(self._folder), *options]
+        command = command if outlives else with_death_signal(command)
         try:
             with self._log.open("wb") as log:
                 self._process = subprocess.Popen(
