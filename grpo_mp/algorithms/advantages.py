@@ -138,7 +138,7 @@ def estimate_process(
     """Return for each token the sum of the normalized rewards of steps that end at it or later, [response tokens].
 
     Rewards are normalized over all steps of the group (DeepSeekMath, section 4.1.3); a group whose step rewards are all
-    equal gets zeros. For an episode with several sequences, "later" means the order of its turns.
+    equal gets zeros. The sequences of an episode follow each other in the order of their last turns.
     """
     flat = [(i, end, reward) for i, sample in enumerate(samples) for end, reward in sample.all_step_rewards]
     ids = [samples[i].group_id for i, _, _ in flat]
@@ -146,15 +146,7 @@ def estimate_process(
     step_advantages = [torch.zeros(sample.all_response_tokens, dtype=torch.float64) for sample in samples]
     for (i, end, _), value in zip(flat, normalized, strict=True):
         step_advantages[i][end] += value
-    return [_sum_to_end(values, sample) for values, sample in zip(step_advantages, samples, strict=True)]
-
-
-def _sum_to_end(values: Tensor, sample: SampleInfo) -> Tensor:
-    """Return for each token the sum of the values from it to the end of the episode."""
-    order = sample.generation_order
-    if order is None:
-        return values.flip(0).cumsum(0).flip(0)
-    return torch.empty_like(values).index_copy(0, order, values[order].flip(0).cumsum(0).flip(0))
+    return [values.flip(0).cumsum(0).flip(0) for values in step_advantages]
 
 
 def distillation_advantages(policy: Tensor, teacher: Tensor, distillation: DistillationConfig) -> Tensor:

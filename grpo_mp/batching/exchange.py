@@ -121,6 +121,5 @@ def _sample_info(sample: Sample, group: SampleGroup) -> SampleInfo:
         verify_steps=sample.verify_steps,
         earlier=tuple(_sample_info(part, group) for part in sample.earlier),
         part=sample.part,
-        turn_ends=sample.turn_ends,
         is_scored=sample.is_scored,
     )

@@ -76,8 +76,7 @@ class EpisodeWatch:
 class TokenSequence:
     """Token sequence of an episode, as segments, with the messages and the tools from which it was rendered.
 
-    A sequence given as token ids has no renderer and no messages except generated turns. `prompt_messages`: number of
-    messages before the first generated turn.
+    `prompt_messages`: number of messages before the first generated turn.
     """
 
     segments: tuple[Segment, ...]
@@ -94,7 +93,7 @@ class TokenSequence:
     def has_turns(self) -> bool:
         return any(segment.generated for segment in self.segments)
 
-    def followed_by(self, given: tuple[int, ...], messages: Sequence[Message] = ()) -> "TokenSequence":
+    def followed_by(self, given: tuple[int, ...], messages: Sequence[Message]) -> "TokenSequence":
         """Append given tokens, if any. `messages`: the full conversation after them."""
         added = (Segment(given, generated=False),) if given else ()
         return replace(self, segments=(*self.segments, *added), messages=tuple(messages))
@@ -145,25 +144,19 @@ class EpisodePolicy:
 
     async def generate(
         self,
-        messages: Sequence[Message] | None = None,
-        tokens: Sequence[int] | None = None,
+        messages: Sequence[Message],
         max_tokens: int | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         stop: Sequence[str] = (),
     ) -> Turn:
         """Generate one turn, see `Policy`. A failed call does not change the episode."""
         await asyncio.sleep(0)  # a function that retries after every EpisodeLimitError must not block the event loop
-        if (messages is None) == (tokens is None):
-            raise ValueError("generate needs either messages or tokens")
         if self._generates:
             raise ValueError("an episode generates one turn at a time: await the one before, or begin another episode")
         self._generates = True
         try:
-            if tokens is not None:
-                before, given = self._after_tokens(tuple(tokens))
-            else:
-                before, given = self._after(messages or (), tools)
-            renderer = self._renderer(tools) if tools is not None else given.renderer or self.context.renderer
+            renderer = self._renderer(tools)
+            before, given = self._after(messages, renderer)
             with self.watch.generating():
                 output = await self._sample(given.tokens, self._bound(given, max_tokens), stop)
                 turn = await self._as_turn(output, renderer, stop)
@@ -210,14 +203,12 @@ class EpisodePolicy:
         """Return the sequences that have generated turns, in reverse order of their last turns."""
         return (one for one in (self._sequence, *reversed(self._earlier)) if one.has_turns)
 
-    def _after(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
-    ) -> tuple[TokenSequence | None, TokenSequence]:
+    def _after(self, messages: Sequence[Message], renderer: ChatRenderer) -> tuple[TokenSequence | None, TokenSequence]:
         """Return the recorded sequence that a conversation continues, if any, and the sequence to generate after.
 
         Of a continuation only the messages after the last turn are rendered.
         """
-        renderer, messages = self._renderer(tools), [_with_text(message) for message in messages]
+        messages = [_with_text(message) for message in messages]
         said = [*map(_said, messages)]
 
         def goes_on(before: TokenSequence) -> bool:
@@ -243,17 +234,6 @@ class EpisodePolicy:
                 "tools need rollout.tool_parser, the name by which SGLang knows how the model writes calls"
             )
         return replace(self.context.renderer, tools=tuple(map(dict, tools)))
-
-    def _after_tokens(self, tokens: tuple[int, ...]) -> tuple[TokenSequence | None, TokenSequence]:
-        """Do the same as `_after` for token ids. Raises ValueError for ids outside the vocabulary."""
-        count = len(self.context.renderer.tokenizer)
-        if not tokens or min(tokens) < 0 or max(tokens) >= count:
-            raise ValueError(f"the prompt must have a token or more, each of the {count} of the tokenizer")
-        known = [(one, own) for one in self._recorded if tokens[: len(own := one.tokens)] == own]
-        if not known:
-            return None, TokenSequence((Segment(tokens, generated=False),))
-        before, own = max(known, key=lambda one: len(one[1]))
-        return before, before.followed_by(tokens[len(own) :], before.messages)
 
     def _bound(self, given: TokenSequence, max_tokens: int | None) -> int:
         """Return the token limit of the next turn. Raises EpisodeLimitError if no turn or no token is left."""

@@ -227,7 +227,7 @@ def as_sample(outcome: Outcome, group_id: int, index: int, end_token: int) -> Sa
     parts = [(one.segments, one.routed_experts) for one in episode.earlier] + [
         (episode.segments, episode.routed_experts)
     ]
-    *earlier, last = (_tokens_of(*part, end_token, has_forked=len(parts) > 1) for part in parts)
+    *earlier, last = (_tokens_of(*part, end_token) for part in parts)
     return Sample(
         group_id,
         index,
@@ -246,9 +246,7 @@ def as_sample(outcome: Outcome, group_id: int, index: int, end_token: int) -> Sa
     )
 
 
-def _tokens_of(
-    segments: Sequence[Segment], experts: ExpertIds | None, end_token: int, has_forked: bool
-) -> dict[str, Any]:
+def _tokens_of(segments: Sequence[Segment], experts: ExpertIds | None, end_token: int) -> dict[str, Any]:
     """Return the fields of a Sample that describe its tokens.
 
     The prompt consists of the tokens before the first generated token. Given tokens after the last generated token
@@ -260,7 +258,6 @@ def _tokens_of(
     response = segments[first:last] or (Segment((end_token,), generated=False),)
     versions = list[int]()
     rewards = list[tuple[int, float]]()
-    turns = list[tuple[int, int]]()
     end = 0
     for segment in response:
         before = versions[-1] if versions else 0
@@ -268,8 +265,6 @@ def _tokens_of(
         end += len(segment.tokens)
         if segment.reward is not None:
             rewards.append((end - 1, segment.reward))
-        if segment.generated and segment.tokens:
-            turns.append((end - 1, segment.turn))
     return {
         "prompt_tokens": prompt or (end_token,),
         "tokens": tuple(token for segment in response for token in segment.tokens),
@@ -279,7 +274,6 @@ def _tokens_of(
         "weight_versions": tuple(versions),
         "generated": tuple(segment.generated for segment in response for _ in segment.tokens),
         "step_rewards": tuple(rewards),
-        "turn_ends": tuple(turns) if has_forked else (),
         "verify_steps": sum(segment.verify_steps for segment in response),
         "routed_experts": experts if numbers else None,
     }

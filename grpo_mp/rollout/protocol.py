@@ -190,13 +190,12 @@ class Policy(Protocol):
 
     async def generate(
         self,
-        messages: Sequence[Message] | None = None,
-        tokens: Sequence[int] | None = None,
+        messages: Sequence[Message],
         max_tokens: int | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         stop: Sequence[str] = (),
     ) -> Turn:
-        """Generate one turn after `messages`, the full conversation so far, or after `tokens`, its token ids.
+        """Generate one turn after `messages`, the full conversation so far.
 
         `tools`: JSON schemas of the tools that the policy may call in this turn; None: `rollout.tools`. `stop`: stop
         strings in addition to `rollout.stop`; a stop string is removed from the turn's text, but not from its tokens.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
@@ -24,8 +24,6 @@ NO_TOKEN = -1  # replaces a teacher's token that is not in the policy's vocabula
 Message = dict[str, Any]  # chat message: role, content, and other keys that the chat template reads
 
 EpisodeState = Literal["completed", "truncated", "timeout", "error"]  # how an episode ended
-
-TurnEnds = tuple[tuple[int, int], ...]  # (index of a turn's last token in the response, number of the turn), ascending
 
 StepRewards = tuple[tuple[int, float], ...]  # (index of a step's last token in the response, its reward), ascending
 
@@ -101,7 +99,6 @@ class Sample:
     routed_experts: ExpertIds | None = field(default=None, compare=False, repr=False)
     earlier: tuple[Sample, ...] = ()  # earlier sequences, oldest first; only their tokens and step rewards are used
     part: int = 0  # number of an earlier sequence, from 1 on; 0: the last or only sequence
-    turn_ends: TurnEnds = ()  # only of a forked episode; turns are numbered across its sequences
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -174,7 +171,6 @@ class SampleInfo:
     metrics: dict[str, float] = field(default_factory=dict)
     earlier: tuple[SampleInfo, ...] = ()  # earlier sequences of a forked episode, see Sample
     part: int = 0  # see Sample
-    turn_ends: TurnEnds = ()  # see Sample
     is_scored: bool = True  # see Sample
 
     @property
@@ -198,25 +194,6 @@ class SampleInfo:
         starts = accumulate((sequence.response_tokens for sequence in self.sequences), initial=0)
         pairs = zip(self.sequences, starts, strict=False)
         return tuple((start + end, reward) for sequence, start in pairs for end, reward in sequence.step_rewards)
-
-    @property
-    def generation_order(self) -> torch.Tensor | None:
-        """Indices int64 [tokens] that sort the response tokens of all sequences by turn; None: already sorted.
-
-        Given tokens belong to the turn that follows them.
-        """
-        import torch
-
-        turns = [turn for sequence in self.sequences for _, turn in sequence.turn_ends]
-        is_known = all(turns) and all(sequence.turn_ends for sequence in self.sequences)
-        if not self.earlier or turns == sorted(turns) or not is_known:
-            return None
-        of_tokens = [
-            torch.full((end - before,), turn)
-            for sequence in self.sequences
-            for (before, _), (end, turn) in pairwise(((-1, 0), *sequence.turn_ends))
-        ]
-        return torch.cat(of_tokens).argsort(stable=True)
 
     @property
     def total_tokens(self) -> int:

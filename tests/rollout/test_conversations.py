@@ -14,9 +14,6 @@ import pytest
 from openai import AsyncOpenAI
 from pyarrow import parquet
 
-from grpo_mp.algorithms.advantages import estimate_process
-from grpo_mp.algorithms.settings import AdvantageConfig
-from grpo_mp.batching.exchange import sample_infos
 from grpo_mp.batching.step_batch import with_kl_in_reward
 from grpo_mp.config import load_settings
 from grpo_mp.config.data_sections import DataConfig
@@ -128,15 +125,6 @@ async def by_turns(task: Task, policy: Policy) -> Episode:
     return policy.episode(reward=1.0).with_step_rewards([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
 
 
-async def by_turns_in_ids(task: Task, policy: Policy) -> Episode:
-    """A1 B1 A2 B2 A3 as ids, of which those of B begin as those of A do."""
-    prompts = {"A": (5, 6), "B": (5, 6, 7)}
-    for name in "ABABA":
-        turn = await policy.generate(tokens=prompts[name])
-        prompts[name] = (*prompts[name], *turn.tokens, 8)
-    return policy.episode(reward=1.0)
-
-
 def own_turns(sample: Any) -> list[list[tuple[int, ...]]]:
     """By sequence, the runs of tokens that were generated."""
     return [
@@ -176,29 +164,6 @@ def test_conversations_go_on_by_turns() -> None:
             (end - starts - 1, number + 1.0) for number, end in zip(numbers, ends, strict=True)
         )
     assert sample.messages[-1]["content"] == TEXTS[5]
-
-
-def test_the_reward_of_a_turn_counts_for_the_turns_before_it_of_all_conversations() -> None:
-    """Turns are A1 B1 A2 B2 A3 C, with rewards from 1 to 6: the advantage of turn n is the sum from n to 6."""
-    sample = roll_out(text_client(*TEXTS), "by_turns")
-    (info,) = sample_infos(SampleGroup(Prompt(4, "?", (1,)), (sample,)))
-    advantage = AdvantageConfig(level="process", baseline="none", scale="none")
-    (values,) = estimate_process([info], advantage, {})
-    of_sequences = values.split([len(part.tokens) for part in sample.sequences])
-    for part, own, numbers in zip(sample.sequences, of_sequences, [(2, 4), (1, 3, 5), (6,)], strict=True):
-        found = [value for value, is_own in zip(own.tolist(), part.generated, strict=True) if is_own]
-        assert [*dict.fromkeys(found)] == [sum(range(number, 7)) for number in numbers]
-    in_one = roll_out(text_client(*TEXTS), "two_turns")
-    assert [part.turn_ends for part in in_one.sequences] == [()]
-
-
-def test_ids_go_on_by_turns_from_the_longest_that_they_begin_with() -> None:
-    client = text_client(*TEXTS)
-    sample = roll_out(client, "by_turns_in_ids")
-    assert (sample.error, sample.metrics) == ("", {"turns": 5, "forks": 1})
-    ids = sampled_ids(client)
-    assert own_turns(sample) == [[ids[1], ids[3]], [ids[0], ids[2], ids[4]]]
-    assert [part.prompt_tokens for part in sample.sequences] == [(5, 6, 7), (5, 6)]
 
 
 LOOK: dict[str, Any] = {"name": "look", "parameters": {"type": "object", "properties": {}}}
@@ -282,7 +247,6 @@ def make_sample(index: int, reward: float, *responses: int, group_id: int = 3) -
             truncated=False,
             generated=(count == 1, *(True,) * (count - 1)),
             step_rewards=((count - 1, float(number)),),
-            turn_ends=((count - 1, number),) if len(responses) > 1 else (),
             part=number if number < len(responses) else 0,
             state="completed",
             reward=reward if number == len(responses) else 0.0,

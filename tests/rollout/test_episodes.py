@@ -43,7 +43,7 @@ async def raising(task: Task, policy: Policy) -> Episode:
     if task.index == 1:
         await asyncio.sleep(60)
     while True:
-        await policy.generate(tokens=(*task.prompt.tokens, 1, 2, 3), max_tokens=4)
+        await policy.generate(task.messages, max_tokens=4)
 
 
 def generated(sample: Sample) -> list[int]:
