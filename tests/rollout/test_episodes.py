@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_mp.algorithms.advantages import estimate_process
+from grpo_mp.algorithms.advantages import EPS, estimate_process
 from grpo_mp.algorithms.settings import AdvantageConfig
 from grpo_mp.batching.exchange import sample_infos
 from grpo_mp.rewards.scorer import Scorer
@@ -214,12 +214,12 @@ def test_each_turn_has_an_advantage_of_its_own(roll_out: Callable[..., Any]) -> 
     """Those of the turn and of all after it: sums of normalized rewards, DeepSeekMath section 4.1.3, in float64."""
     _, group = roll_out(f"{HERE}:scored_turns", count=3)
     scored = Scorer(RewardConfig(steps="episode"), max_response_tokens=60).score_group(group)
-    process = AdvantageConfig(level="process", eps=1e-6)
+    process = AdvantageConfig(level="process")
     actual = estimate_process(sample_infos(scored), process, {})
     rewards = [[0.0], [1.0, 1.5], [2.0, 2.5, 3.0]]
     flat = np.concatenate(rewards)
     for sample, of_turns, values in zip(group.samples, rewards, actual, strict=True):
-        normal = (np.array(of_turns) - flat.mean()) / (flat.std(ddof=1) + 1e-6)
+        normal = (np.array(of_turns) - flat.mean()) / (flat.std(ddof=1) + EPS)
         to_go = normal[::-1].cumsum()[::-1]
         starts = [place for place in generated(sample) if place == 0 or not sample.generated[place - 1]]
         turn_of = np.searchsorted(starts, generated(sample), side="right") - 1
