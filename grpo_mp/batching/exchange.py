@@ -73,7 +73,7 @@ def redistribute(
 def _without_text(sample: Sample) -> Sample:
     """Return a copy with only the fields that training needs."""
     unused: dict[str, Any] = {"text": "", "messages": (), "error": "", "extra": {}, "metrics": {}, "step_rewards": ()}
-    return replace(sample, **unused, reward=0.0, reward_terms={}, turn_ends=(), routed_experts=None, earlier=())
+    return replace(sample, **unused, reward=0.0, reward_terms={}, routed_experts=None, earlier=())
 
 
 def all_to_all(outgoing: Sequence[list[Item]], group: dist.ProcessGroup) -> list[Item]:
