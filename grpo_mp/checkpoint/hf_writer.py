@@ -1,8 +1,8 @@
-"""Write a Hugging Face folder: numbered shards of bounded size, an index, config and tokenizer."""
+"""Write a Hugging Face folder (numbered shards, an index, config and tokenizer), or adapters as a peft folder."""
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from grpo_mp.checkpoint.hf_reader import INDEX, SINGLE_FILE
+from grpo_mp.config.sections import LoraConfig
 from grpo_mp.models.fp8 import BLOCK
-from grpo_mp.utils.files import sync_to_disk
+from grpo_mp.utils.files import sync_to_disk, write_json
 
 SHARD_BYTES = 2**30  # largest file; a writer has one shard being written, one being filled, and one tensor in memory
 # Files that are copied with the weights: configs, tokenizer, templates, processors, code and licences. All others are
@@ -28,6 +29,8 @@ AUX_FILES = (
 )
 QUANTIZATION_CONFIG = "quantization_config"
 FP8_CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PEFT_PREFIX = "base_model.model."  # of every tensor name in peft's files
 
 
 def begin_hf(folder: Path) -> None:
@@ -156,3 +159,60 @@ def copy_aux_files(like: Path, folder: Path, fp8: bool = False) -> None:
         config.pop(QUANTIZATION_CONFIG, None)
         config |= {QUANTIZATION_CONFIG: FP8_CONFIG} if fp8 else {}
         config_file.write_text(json.dumps(config, indent=2))
+
+
+def adapter_config(
+    lora: LoraConfig, base: Path, names: Iterable[str], expert_projections: Collection[str]
+) -> dict[str, Any]:
+    """Return the content of adapter_config.json.
+
+    `names`: tensor names of the adapters, such as `...q_proj.lora_A.weight`; `expert_projections`: names of the
+    projections in the model's experts, such as `up_proj`.
+    In transformers 5 all experts of a layer are one module, and peft applies a target module with the name of an expert
+    projection to it, too. So projections of these names in dense layers and shared experts are listed as
+    target_parameters, by their weights.
+    """
+    modules = {name.split(".lora_")[0] for name in names}
+    by_weight = {module for module in modules if ".experts." not in module and _leaf(module) in expert_projections}
+    by_name = {_leaf(module) for module in modules - by_weight}
+    if lora.targets is not None:
+        by_name = {target for target in lora.targets if target in by_name or _leaf(target) not in expert_projections}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": sorted(by_name),
+        "target_parameters": sorted({f"{'.'.join(module.split('.')[-2:])}.weight" for module in by_weight}) or None,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+
+def _leaf(module: str) -> str:
+    return module.rpartition(".")[2]
+
+
+def write_peft(
+    folder: Path,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    model: Path,
+    lora: LoraConfig,
+    expert_projections: Collection[str] = (),
+) -> None:
+    """Write a peft folder, which gets its name only when it is complete.
+
+    `tensors`: adapters by Hugging Face name; `model`: folder of the base weights; `expert_projections`: see
+    `adapter_config`.
+    """
+    own, incomplete = dict(tensors), incomplete_folder(folder)
+    begin_hf(folder)
+    save_tensors(
+        incomplete / ADAPTER_WEIGHTS, {PEFT_PREFIX + name: tensor.contiguous() for name, tensor in own.items()}
+    )
+    write_json(incomplete / ADAPTER_CONFIG, adapter_config(lora, model, own, expert_projections))
+    for path in (*incomplete.iterdir(), incomplete):
+        sync_to_disk(path)
+    replace_folder(incomplete, folder)

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from grpo_mp.checkpoint.chunk_files import ChunkWriter, share_buffer
 from grpo_mp.checkpoint.hf_reader import HfReader, read_non_policy_tensors
-from grpo_mp.checkpoint.hf_writer import begin_hf, complete_hf, write_shards
-from grpo_mp.checkpoint.peft_folder import write_peft
+from grpo_mp.checkpoint.hf_writer import begin_hf, complete_hf, write_peft, write_shards
 from grpo_mp.checkpoint.run_state import (
     TrainState,
     begin_checkpoint,

@@ -114,7 +114,6 @@ class HostTransport:
     def export(self, round_: RankRound, staged: NamedTensors) -> Iterator[list[Export]]:
         """Export this rank's staged tensors; yield the parts of all ranks' exports that this rank's process loads."""
         with export_to_host(staged, self.wire.all_specs(round_.staged)) as own:
-            staged.clear()
             by_rank = dict(all_gather((self.rank, own), self.node_group))
             yield [
                 select(by_rank[receiver], {spec.name for spec in self.wire.all_specs(pieces)})

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grpo_mp.checkpoint.peft_folder import write_peft
+from grpo_mp.checkpoint.hf_writer import write_peft
 from grpo_mp.config.sections import LoraConfig
 
 NAME = "model.layers.0.self_attn.q_proj.lora_A.weight"
