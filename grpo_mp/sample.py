@@ -112,7 +112,7 @@ def read_command(args: argparse.Namespace) -> SamplingJob:
     knows_correct = settings.reward.correct_term is not None
     filters = load_sample_filters(settings.sample.filters, group_size, knows_correct)
     job = SamplingJob(settings, job.checkpoint, filters)
-    if job.settings.reward.own_model and job.needs_policy:
+    if job.settings.reward.own_models and job.needs_policy:
         raise UserError(
             f"{job.name}: a policy gives engines these weights, and no room is left for reward models that the job "
             "serves: give a Hugging Face folder, or serve them elsewhere and set their url"

@@ -16,7 +16,7 @@ from grpo_mp.config.sections import (
     SyncConfig,
 )
 from grpo_mp.config.trainer_settings import TrainerSettings
-from grpo_mp.rewards.settings import MODEL, RewardConfig
+from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.utils.errors import did_you_mean
 from grpo_mp.utils.section import Section
 
@@ -175,8 +175,7 @@ class Settings(TrainerSettings):
 
     def _served_model_problems(self) -> Iterator[str]:
         distillation, rule = self.algorithm.distillation, self.algorithm.filter
-        own_model = self.reward.own_model
-        served = [f"reward.model.path={own_model.path}"] if own_model else []
+        served = [f"reward.model.path={model.path}" for model in self.reward.own_models.values()]
         if distillation and distillation.teacher.folder:
             served.append(f"algorithm.distillation.teacher.path={distillation.teacher.path}")
         for path in served if not self.shares_devices else ():
@@ -184,11 +183,11 @@ class Settings(TrainerSettings):
                 f"{path} is served in SCORE on the devices of all ranks, which schedule={self.schedule} has no "
                 "phase for: set schedule=colocated, or serve it elsewhere and give its URL"
             )
-        if own_model:
-            path = f"reward.model.path={own_model.path}"
-            if self.reward.correct == MODEL:
+        for name, model in self.reward.own_models.items():
+            path = f"reward.model.path={model.path}"
+            if name == self.reward.correct:
                 yield (
-                    f"reward.correct={MODEL} decides in evaluations and filters, too, and {path} is asked in SCORE "
+                    f"reward.correct={name} decides in evaluations and filters, too, and {path} is asked in SCORE "
                     "alone: name another term, or serve the model elsewhere and give its URL"
                 )
             if rule.zero_std != "keep" and not needs_correctness(rule.metric):

@@ -1,4 +1,4 @@
-"""HTTP clients of reward models, which score responses, and of a judge, which writes scores as text."""
+"""HTTP clients of reward models, which score responses or steps, and of a judge, which writes scores as text."""
 
 import json
 import os
@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from itertools import cycle
 from typing import Any, ClassVar, TypeVar
 from urllib.parse import urlsplit
@@ -15,7 +16,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from grpo_mp.rewards.base import RewardError, Values
-from grpo_mp.rewards.settings import JUDGE_FIELDS, JUDGE_TEMPLATE, LARGEST_SCORE, JudgeConfig
+from grpo_mp.rewards.settings import JUDGE_FIELDS, JUDGE_TEMPLATE, LARGEST_SCORE, JudgeConfig, RewardModelConfig
 from grpo_mp.utils.errors import UserError, one_line
 from grpo_mp.utils.redact import without_secrets
 from grpo_mp.utils.section import ServedModelConfig
@@ -25,12 +26,14 @@ PATH = "/classify"  # SGLang's reward model request: {"input_ids"} -> [{"embeddi
 JUDGE_PATH = "/chat/completions"
 SCORE = re.compile(r"(?i)score[\s:*]*(-?\d+(?:\.\d+)?)")
 CONCURRENT_REQUESTS = 32  # to a judge, per rank
+SEPARATOR = "\n\n"  # ends a step; the last step ends with the response
 RETRIES = 2  # of a request to a served model or judge
 BACKOFF_S = 1.0  # before the first retry, doubled before each further one, times 0.5 to 1.5 at random
 JUDGE_TIMEOUT_S = 60.0  # of a request, which scores one response
 TIMEOUT_S = 300.0  # of a request, which scores one group
 KEEPALIVE_S = 2.0  # less than the five seconds after which SGLang closes an idle connection
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+Decode = Callable[[list[int]], str]
 T = TypeVar("T")
 
 
@@ -106,15 +109,63 @@ class ModelClient(ServedModelClient):
 
     def values(self, group: SampleGroup) -> Values:
         """Return one score per sample, read at the last token of prompt and response, which are sent as token ids."""
-        sequences = [[*sample.prompt_tokens, *sample.tokens] for sample in group.samples]
+        return [*self.scores([[*sample.prompt_tokens, *sample.tokens] for sample in group.samples])]
 
-        def read(reply: Any) -> Values:
-            scores: Values = [float(score) for entry in reply for (score,) in [entry["embedding"]]]
+    def scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+        """Return one score per sequence of token ids, read at its last token."""
+
+        def read(reply: Any) -> list[float]:
+            scores = [float(score) for entry in reply for (score,) in [entry["embedding"]]]
             if len(scores) != len(sequences):
                 raise ReplyError(f"returned {len(scores)} scores for {len(sequences)} sequences")
             return scores
 
-        return self.ask(PATH, {"input_ids": sequences}, read)
+        return self.ask(PATH, {"input_ids": [list(sequence) for sequence in sequences]}, read)
+
+
+class StepModelClient(ModelClient):
+    """Client of a process reward model.
+
+    The model is causal, so the score at the end of a step equals the score of the response cut there.
+    """
+
+    def __init__(self, settings: RewardModelConfig, decode: Decode) -> None:
+        super().__init__(settings)
+        self._decode_token = cache(lambda token: decode([token]))
+
+    def score_steps(self, group: SampleGroup) -> list[list[tuple[int, float]]]:
+        """Return for each sample the (index of the step's last token, score) of every step."""
+        ends = [
+            step_ends([self._decode_token(token) for token in sample.tokens], sample.generated)
+            for sample in group.samples
+        ]
+        prefixes = [
+            [*sample.prompt_tokens, *sample.tokens[: end + 1]]
+            for sample, sample_ends in zip(group.samples, ends, strict=True)
+            for end in sample_ends
+        ]
+        remaining = iter(self.scores(prefixes))
+        return [[(end, next(remaining)) for end in sample_ends] for sample_ends in ends]
+
+
+def step_ends(pieces: Sequence[str], generated: Sequence[bool] = ()) -> list[int]:
+    """Return the index of each step's last token: a token that completes SEPARATOR, or the last token of a turn.
+
+    pieces: text of each token; generated: whether the policy generated each token, (): all. Other tokens of an episode
+    belong to no step. Blank text alone is no step.
+    """
+    ends = list[int]()
+    text = ""
+    own = [*generated] or [True] * len(pieces)
+    for index, piece in enumerate(pieces):
+        text += piece if own[index] else ""
+        ends_turn = own[index] and not (index + 1 < len(own) and own[index + 1])
+        if text.strip() and (SEPARATOR in text or ends_turn):
+            ends.append(index)
+            text = ""
+    if not ends:
+        ends = [index for index, is_own in enumerate(own) if is_own][-1:]
+    return ends
 
 
 class Judge(ServedModelClient):

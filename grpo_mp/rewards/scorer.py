@@ -24,8 +24,8 @@ from grpo_mp.rewards.base import (
     run_with_timeout,
 )
 from grpo_mp.rewards.math import answer_numbers
-from grpo_mp.rewards.reward_model import Server
-from grpo_mp.rewards.settings import DATA_SET, EPISODE, MODEL, STEPS, RewardConfig
+from grpo_mp.rewards.reward_model import Decode, Server, StepModelClient
+from grpo_mp.rewards.settings import DATA_SET, EPISODE, STEPS, RewardConfig
 from grpo_mp.rewards.terms import BuiltInTerms
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import Sample, SampleGroup, StepRewards
@@ -84,18 +84,21 @@ class Scorer:
         max_response_tokens: int,
         prompt_column: str = "prompt",
         max_steps: int = 0,
+        decode: Decode | None = None,
         set_weights: Mapping[str, Mapping[str, float]] | None = None,
     ) -> None:
         """Load the user's reward functions.
 
-        set_weights: by name of a data set, the weights of its reward terms; prompts of other data sets have the weights
-        of the settings.
+        decode: of the policy's tokenizer, needed for a served process reward model; set_weights: by name of a data set,
+        the weights of its reward terms; prompts of other data sets have the weights of the settings.
         """
         self._settings = settings
         self._prompt_column = prompt_column
         self._max_steps = max_steps
         self._stats = RewardStats()
         self._lock = threading.Lock()
+        step_model = settings.model if not settings.outcome_model else None
+        self._step_model = StepModelClient(step_model, decode) if step_model and decode else None
         function = settings.steps_function
         self._step_reward = STEP_REWARDS.resolve(function, "reward.steps") if function else None
         names = settings.function_names
@@ -104,8 +107,8 @@ class Scorer:
         self._set_weights = {name: settings.with_correct(weights) for name, weights in (set_weights or {}).items()}
         used = {*self.term_weights, *(term for weights in self._set_weights.values() for term in weights)}
         self._built_in = BuiltInTerms(settings, max_response_tokens, used - self._functions.keys())
-        self.defers = settings.own_model is not None  # whether `finish_group` must follow `score_group`
-        self._own_models = {MODEL} if self.defers else set[str]()  # served by the job itself
+        self._own_models = frozenset(settings.own_models)  # served by the job itself
+        self.defers = bool(self._own_models)  # whether `finish_group` must follow `score_group`
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -139,7 +142,7 @@ class Scorer:
             name: self._values(name, group, step, extras) for name in weights if name not in self._own_models
         }
         verdicts = _verdicts(results, self._settings.correct_term_of(weights), len(group.samples))
-        all_steps = self._steps(group, step, extras)
+        all_steps = [()] * len(group.samples) if STEPS in self._own_models else self._steps(group, step, extras)
         final_extras = dict(extras)  # a call that took too long may still write into `extras`
         samples = (
             replace(
@@ -158,7 +161,8 @@ class Scorer:
         """Complete a group of `score_group` with the values of the reward models that the job serves."""
         weights = self._weights(group)
         results = {name: self._values(name, group, step, {}) for name in weights if name in self._own_models}
-        all_steps = [sample.step_rewards for sample in group.samples]
+        scores_steps = STEPS in self._own_models
+        all_steps = self._steps(group, step, {}) if scores_steps else [sample.step_rewards for sample in group.samples]
         return self._fill_in(self._with_results(group, weights, results, all_steps), weights)
 
     def _weights(self, group: SampleGroup) -> Mapping[str, float]:
@@ -194,10 +198,10 @@ class Scorer:
         )
         return replace(group, samples=tuple(filled))
 
-    def connect_model(self, servers: Sequence[Server]) -> None:
-        """Set the servers of the reward model, which the job has started."""
-        if self._built_in.model:
-            self._built_in.model.connect(servers)
+    def connect_model(self, name: str, servers: Sequence[Server]) -> None:
+        """Set the servers, which the job has started, of a model of `RewardConfig.own_models`."""
+        if client := {"model": self._built_in.model, STEPS: self._step_model}[name]:
+            client.connect(servers)
 
     def take_stats(self) -> RewardStats:
         """Return this rank's statistics since the last call, and reset them."""
@@ -232,6 +236,8 @@ class Scorer:
 
     def close(self) -> None:
         self._built_in.close()
+        if self._step_model:
+            self._step_model.close()
 
     def _values(self, name: str, group: SampleGroup, step: int, extras: Extras) -> tuple[Values, Set[int]]:
         def call() -> Values:
@@ -250,6 +256,8 @@ class Scorer:
         def call() -> list[StepRewards]:
             if self._settings.steps == EPISODE:
                 return [sample.step_rewards for sample in group.samples]
+            if self._step_model:
+                return read_steps(self._step_model.score_steps(group), group)
             if self._step_reward is None:
                 return [()] * len(group.samples)
             function, arguments = self._step_reward, self._arguments(group, step, extras)

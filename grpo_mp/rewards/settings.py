@@ -13,8 +13,7 @@ from grpo_mp.utils.section import Section, ServedModelConfig
 
 STEPS = "steps"  # name under which step rewards are logged; not a term of the reward
 DATA_SET = "data_set"  # column that holds the name of a row's data set in a mixture
-EPISODE = "episode"  # value of reward.steps: rewards by the rollout function
-MODEL = "model"  # term of the reward model
+EPISODE, MODEL = "episode", "model"  # values of reward.steps: rewards by the rollout function, or by the served model
 THINK_TAGS = ("<think>", "</think>")
 LARGEST_SCORE = 10.0  # of a judge; its scores from 0 are mapped to [0, 1]
 JUDGE_FIELDS = re.compile(r"\{(question|answer|conversation|reference)\}")
@@ -140,7 +139,8 @@ class RewardConfig(Section):
     )
     steps: str | None = Field(
         None,
-        description="rewards of steps: 'file.py:function', or episode: as rollout.function gives them",
+        description="rewards of steps: 'file.py:function'; model: reward.model at the end of each step; episode: "
+        "as rollout.function gives them",
     )
     correct: str | None = Field(
         None,
@@ -168,7 +168,7 @@ class RewardConfig(Section):
     @property
     def built_in_weights(self) -> dict[str, float]:
         """Weight of each built-in term that this section configures, by name."""
-        served = {MODEL: self.model, "judge": self.judge, "code": self.code}
+        served = {MODEL: self.outcome_model, "judge": self.judge, "code": self.code}
         weights = {
             "answer": self.answer,
             "episode": self.episode,
@@ -193,8 +193,12 @@ class RewardConfig(Section):
         return {path: name if counts[name] == 1 else path for path, name in short.items()}
 
     @property
+    def outcome_model(self) -> RewardModelConfig | None:
+        return None if self.steps == MODEL else self.model
+
+    @property
     def steps_function(self) -> str | None:
-        return None if self.steps == EPISODE else self.steps
+        return self.steps if self.steps not in (EPISODE, MODEL) else None
 
     @property
     def weights(self) -> dict[str, float]:
@@ -202,9 +206,11 @@ class RewardConfig(Section):
         return self.term_weights | {names[spec]: weight for spec, weight in self.functions.items()}
 
     @property
-    def own_model(self) -> RewardModelConfig | None:
-        """The reward model if the job itself serves it."""
-        return self.model if self.model and self.model.folder else None
+    def own_models(self) -> dict[str, RewardModelConfig]:
+        """Reward models that the job itself serves, by the names under which their values are logged."""
+        if not (self.model and self.model.folder):
+            return {}
+        return {MODEL if self.outcome_model else STEPS: self.model}
 
     @property
     def has_outcome(self) -> bool:
@@ -219,6 +225,8 @@ class RewardConfig(Section):
                 f"reward.correct: no term of the reward is named {self.correct!r}{did_you_mean(self.correct, names)}; "
                 f"there are: {', '.join(names)}"
             )
+        if self.steps == MODEL and not self.model:
+            raise ValueError("reward.steps=model needs reward.model: set its path")
         if not (self.has_outcome or self.steps):
             raise ValueError("no reward has a weight: set reward.answer, reward.boxed or reward.functions")
         return self

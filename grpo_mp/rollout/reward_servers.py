@@ -15,7 +15,6 @@ from grpo_mp.config import Settings
 from grpo_mp.distributed.process_groups import all_gather
 from grpo_mp.models.tokenizer import load_tokenizer
 from grpo_mp.rewards.reward_model import Server
-from grpo_mp.rewards.settings import MODEL
 from grpo_mp.rewards.teacher import SECTION, first_difference
 from grpo_mp.rollout.client import EngineClient
 from grpo_mp.rollout.engine_args import FP32_HEAD, EngineSpec, check_arguments
@@ -136,8 +135,7 @@ class RewardServers:
 
 def served_models(settings: Settings, rewards: bool, teacher: bool) -> dict[str, ServedModelConfig]:
     """Return the models that the job serves: reward models by name if `rewards`, and TEACHER if `teacher`."""
-    own_model = settings.reward.own_model if rewards else None
-    models: dict[str, ServedModelConfig] = {MODEL: own_model} if own_model else {}
+    models: dict[str, ServedModelConfig] = {**settings.reward.own_models} if rewards else {}
     distillation = settings.algorithm.distillation
     if teacher and distillation and distillation.teacher.folder:
         models[TEACHER] = distillation.teacher

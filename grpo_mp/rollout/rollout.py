@@ -18,7 +18,6 @@ from grpo_mp.config.sections import EngineConfig, ModelConfig, RolloutConfig
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rewards.scorer import Scorer
-from grpo_mp.rewards.settings import MODEL
 from grpo_mp.rewards.teacher import TeacherClient
 from grpo_mp.rollout.client import EngineClient, SamplingParams, sampling_seed
 from grpo_mp.rollout.engine_args import FP32_HEAD, EngineSpec, cuda_defaults, speculative_arguments
@@ -130,7 +129,8 @@ class Rollout:
     def open_reward_servers(self, group: dist.ProcessGroup, sleeps: bool) -> None:
         """Wait until the servers of reward models and teacher answer, and connect to them; see RewardServers.open."""
         if self.reward_servers:
-            connect: dict[str, Connect] = {MODEL: self._scorer.connect_model} if self._settings.reward.own_model else {}
+            names = (*self._settings.reward.own_models,)
+            connect: dict[str, Connect] = {name: partial(self._scorer.connect_model, name) for name in names}
             if self._teacher:
                 connect[TEACHER] = self._teacher.connect
             self.reward_servers.open(connect, group, sleeps)

@@ -131,6 +131,7 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int, dump
         settings.reward,
         rollout.max_response_tokens,
         max_steps=settings.run.steps,
+        decode=tokenizer.decode,
         set_weights=settings.set_weights,
     )
     teacher, unasked = _make_teacher(settings.algorithm.distillation, hf, tokenizer)
@@ -167,6 +168,7 @@ def run_generation_preflight(
         settings.reward,
         rollout.max_response_tokens,
         max_steps=settings.run.steps,
+        decode=tokenizer.decode,
         set_weights=settings.set_weights,
     )
     if evaluates:

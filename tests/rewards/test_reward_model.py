@@ -95,14 +95,15 @@ def test_broken_answers(
 
 @pytest.mark.parametrize("on_error", ["skip", -2.0])
 @pytest.mark.parametrize("failures", [[], [(400, "too long")]])
+@pytest.mark.parametrize("steps", [{}, {"steps": "model"}], ids=["response", "steps"])
 def test_a_model_that_the_job_serves_gives_later_what_one_elsewhere_gives_at_once(
-    failures: list[Any], on_error: Any, server: Server, make_group: MakeGroup
+    steps: dict[str, str], failures: list[Any], on_error: Any, server: Server, make_group: MakeGroup
 ) -> None:
     """`score_group` and `finish_group` together are `score_group` of the same server by its URL."""
 
     def scorer(**where: str) -> Scorer:
-        reward = {"model": {"weight": 0.5, **where}, "on_error": on_error, "repetition": 0.3}
-        return Scorer(RewardConfig.model_validate(reward), 10)
+        reward = {"model": {"weight": 0.5, **where}, **steps, "on_error": on_error, "repetition": 0.3}
+        return Scorer(RewardConfig.model_validate(reward), 10, decode=lambda tokens: "".join(map(chr, tokens)))
 
     group = make_group(["a", "a\n\nc", "dd"])
     server.failures = list(failures)
@@ -110,7 +111,7 @@ def test_a_model_that_the_job_serves_gives_later_what_one_elsewhere_gives_at_onc
     expected = elsewhere.score_group(group)
     server.failures, asked = list(failures), len(server.bodies)
     own = scorer(path="reward_model")
-    own.connect_model([Address(server.url, {})])
+    own.connect_model("steps" if steps else "model", [Address(server.url, {})])
     begun = own.score_group(group)
     assert len(server.bodies) == asked
     assert not any(sample.step_rewards or "model" in sample.reward_terms for sample in begun.samples)

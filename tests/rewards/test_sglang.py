@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from grpo_mp.rewards.reward_model import step_ends
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rollout.client import EngineClient
@@ -52,9 +53,9 @@ def score(
     """Scores texts, one token a character, by the server as a part of the reward."""
     monkeypatch.setenv(KEY, server.api_key)
 
-    def run(texts: list[str]) -> SampleGroup:
-        reward = {"model": {"path": server.url, "api_key_env": KEY}}
-        scorer = Scorer(RewardConfig.model_validate(reward), 16)
+    def run(part: str, texts: list[str]) -> SampleGroup:
+        reward = {"model": {"path": server.url, "api_key_env": KEY}} | ({"steps": "model"} if part == "steps" else {})
+        scorer = Scorer(RewardConfig.model_validate(reward), 16, decode=lambda tokens: "".join(map(chr, tokens)))
         scored = scorer.score_group(make_group(texts))
         scorer.close()
         return scored
@@ -63,7 +64,7 @@ def score(
 
 
 def test_scores_are_those_of_transformers(model: Path, score: Callable[..., SampleGroup]) -> None:
-    scored = score(["yes", "no", "maybe so"])
+    scored = score("model", ["yes", "no", "maybe so"])
     reference = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32).eval()
     for sample in scored.samples:
         with torch.no_grad():
@@ -72,9 +73,24 @@ def test_scores_are_those_of_transformers(model: Path, score: Callable[..., Samp
     assert len({sample.reward for sample in scored.samples}) == 3
 
 
+def test_scores_of_steps_are_those_of_transformers_where_each_step_ends(
+    model: Path, score: Callable[..., SampleGroup]
+) -> None:
+    """The head runs over the whole response at once: what it says at a step's last token is the step's score."""
+    scored = score("steps", ["a=1\n\nb=2\n\nc", "none"])
+    reference = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32).eval()
+    assert [[end for end, _ in sample.step_rewards] for sample in scored.samples] == [[4, 9, 10], [3]]
+    for sample in scored.samples:
+        with torch.no_grad():
+            hidden = reference.model(torch.tensor([[*sample.prompt_tokens, *sample.tokens]])).last_hidden_state
+            expected = reference.score(hidden)[0, len(sample.prompt_tokens) :, 0]
+        for end, score in sample.step_rewards:
+            assert score == pytest.approx(expected[end].item(), abs=1e-4)
+
+
 def test_a_server_that_slept_scores_as_before(server: EngineProcess, score: Callable[..., SampleGroup]) -> None:
     """The requests that a job's own servers get around SCORE. On a CPU nothing is freed."""
-    before = score(["yes", "no"])
+    before = score("model", ["yes", "no"])
 
     async def sleep() -> None:
         async with aclosing(EngineClient(0, server.url, server.headers, 60.0)) as client:
@@ -82,6 +98,28 @@ def test_a_server_that_slept_scores_as_before(server: EngineProcess, score: Call
             await client.resume_memory(MEMORY_TAGS)
 
     asyncio.run(sleep())
-    after = score(["yes", "no"])
+    after = score("model", ["yes", "no"])
     rewards = [[sample.reward for sample in scored.samples] for scored in (before, after)]
     assert rewards[1] == pytest.approx(rewards[0], abs=1e-5)  # the cache was emptied
+
+
+@pytest.mark.parametrize(
+    ("pieces", "ends"),
+    [
+        (["a", "\n\n", "b"], [1, 2]),
+        (["a", "\n", "\n", "b", ".\n\nc"], [2, 4]),
+        (["a", "\n\n", "\n\n"], [1]),
+        (["\n\n", "a"], [1]),
+        (["\n\n"], [0]),
+        (["a"], [0]),
+    ],
+)
+def test_where_steps_end(pieces: list[str], ends: list[int]) -> None:
+    assert step_ends(pieces) == ends
+
+
+def test_steps_of_an_episode_end_with_its_turns_and_in_nothing_that_it_was_given() -> None:
+    pieces, generated = ["a", "\n\n", "b", "result", "\n\n", "more", "c", "\n"], [1, 1, 1, 0, 0, 0, 1, 1]
+    assert step_ends(pieces, list(map(bool, generated))) == [1, 2, 7]
+    assert step_ends(["a", "b"], [True, False]) == [0]
+    assert step_ends(["a", "\n\n"], [False, False]) == []
