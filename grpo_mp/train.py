@@ -35,7 +35,7 @@ from grpo_mp.trainer.loop import PolicyContext, is_due
 from grpo_mp.trainer.preflight import RunInputs, run_preflight
 from grpo_mp.trainer.recorded import read_recorded
 from grpo_mp.trainer.recover import EngineRecovery
-from grpo_mp.trainer.replay import FOLDER, ReplayCollector, RolloutShape, dump_step
+from grpo_mp.trainer.replay import FOLDER, ReplayCollector, dump_step
 from grpo_mp.trainer.replica_check import check_replicas
 from grpo_mp.trainer.save import CheckpointSaver
 from grpo_mp.trainer.step_logger import StepLogger, StepOutcome, StepRecord, sync_metrics
@@ -137,9 +137,8 @@ def dump_rollouts(ctx: RolloutContext, rollouts: RolloutBatch, step: int) -> Non
     """Write the step's groups to the dump folder if `rollout.dump` is set."""
     if ctx.settings.rollout.dump and not ctx.inputs.replay:
         with ctx.phases.phase(Phase.SCORE, "dump"):
-            folder, shape = ctx.settings.run.folder / FOLDER, RolloutShape.of(ctx.settings.rollout, ctx.inputs.hf)
             own = replace(rollouts, groups=rollouts.of_own_engine)
-            dump_step(folder, step, batch=own, shape=shape, rank=ctx.job.rank, ranks=ctx.job.world_size)
+            dump_step(ctx.settings.run.folder / FOLDER, step, own, ctx.job.rank, ctx.job.world_size)
 
 
 def send_experts(ctx: RolloutContext, rollouts: RolloutBatch, step: int) -> None:

@@ -60,7 +60,6 @@ class RolloutBatch:
     # With engines on separate ranks: selected groups of this rank's engine, with routed experts. None: see `groups`.
     generated: list[SampleGroup] | None = None
     times: Mapping[str, float] = field(default_factory=dict)  # balance between engines, see generation_times
-    recorded_tokens: int = 0  # response tokens in `launched` that an earlier job generated
 
     @property
     def of_own_engine(self) -> list[SampleGroup]:
@@ -125,7 +124,6 @@ class RolloutCollector:
     _carried: LaunchedGroups = field(default_factory=dict, init=False)  # by launch number in the next step
     _next: Generation | None = field(default=None, init=False)  # generation of the next step, if begun
     _begun: GroupStream | None = field(default=None, init=False)  # stream of the step begun last
-    _recorded_tokens: dict[int, int] = field(default_factory=dict, init=False)  # tokens of an earlier job, by group id
     _journal: GroupJournal = field(init=False)
     _stats: dict[int, RewardStats] = field(default_factory=dict, init=False)  # by id of the scored group
     _ends_s: dict[int, float] = field(default_factory=dict, init=False)  # time.monotonic() at each group's end, by id
@@ -229,8 +227,6 @@ class RolloutCollector:
             if isinstance(group, RunningGroup) or oldest_version(group, version) >= version
         }
         self._stale = len(carried) - len(self._carried)
-        for number in recorded.keys() & self._carried.keys():
-            self._recorded_tokens[state.groups_launched + number] = taken[number].extent.tokens
 
     def _record(self, step: int, group_id: int, group: EndedGroup, stats: RewardStats) -> None:
         """Record an ended group for a resumed job; skip a paused group that no later step may continue."""
@@ -351,8 +347,7 @@ class RolloutCollector:
         ]
         own, aborted = list(self.rollout.score(own, step)), _aborted(admission, kept, first)
         infos = all_gather_sample_info(own, group)
-        own_recorded = self._take_recorded_tokens(first + admission.consumed if max_staleness else None)
-        counts = all_gather((len(later), counted, self._stale, own_recorded), group)
+        counts = all_gather((len(later), counted, self._stale), group)
         cursor = self._queue.use_up(min(admission.consumed, len(self._queue)))
         if not max_staleness:
             self._queue.give_back()
@@ -361,7 +356,7 @@ class RolloutCollector:
         curriculum = PromptCurriculum(state.skipped_until, state.solve_rates).updated(
             [info for info in infos if info.finished], step, self.settings.algorithm.curriculum, self.curriculum
         )
-        next_group = admission.consumed if max_staleness else max(last for _, last, *_ in counts)
+        next_group = admission.consumed if max_staleness else max(last for _, last, _ in counts)
         if self.settings.engine.deterministic and not max_staleness:
             # Skip the ids of all groups that may have been begun: a later group must not match their records.
             rule = admission_rule(self._rule, self.settings.rollout.prompts_per_step, max_staleness)
@@ -377,14 +372,13 @@ class RolloutCollector:
                 selected,
                 kept={first + number for number, is_kept in kept.items() if is_kept},
                 aborted=aborted,
-                stale=sum(stale for _, _, stale, _ in counts),
+                stale=sum(stale for *_, stale in counts),
             ),
             reward_stats=sum_stats(all_gather(self._take_stats(range(first, first + counted), later), group)),
             carried=sum(carried for carried, *_ in counts),
             length_bias=length_bias(infos, selected, aborted),
             state=replace(state, cursor=cursor, groups_launched=first + next_group, **vars(curriculum)),
             unselected=[group for group in with_samples if group.samples[0].group_id not in selected],
-            recorded_tokens=sum(tokens for *_, tokens in counts),
         )
 
     def _times(self, batch: RolloutBatch, began_s: float) -> dict[str, float]:
@@ -397,11 +391,6 @@ class RolloutCollector:
         tokens = sum(len(sample.tokens) for group in groups for sample in group.samples)
         work = tokens, [max(0.0, end - began_s) for end in ends_s]
         return generation_times(all_gather(work, self.job.group))
-
-    def _take_recorded_tokens(self, end: int | None) -> int:
-        """Return and forget the tokens of recorded groups with an id below `end`; None: of all recorded groups."""
-        ids = [group_id for group_id in self._recorded_tokens if end is None or group_id < end]
-        return sum(self._recorded_tokens.pop(group_id) for group_id in ids)
 
     def _take_stats(self, counted: range, later: Collection[int]) -> RewardStats:
         """Return the reward statistics of the groups with ids in `counted`; keep only those of `later` groups."""

@@ -54,14 +54,6 @@ class PreemptionHandler:
         dist.all_reduce(requested, op=dist.ReduceOp.MAX, group=cpu_group)
         return bool(requested.item())
 
-    def release(self) -> None:
-        """Restore the default action of the signals; an earlier signal ends the process now."""
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
-        if self._received:
-            os.kill(os.getpid(), signal.SIGTERM)
-
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self._received = True
 

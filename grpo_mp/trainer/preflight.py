@@ -48,7 +48,7 @@ from grpo_mp.rollout.episodes import EpisodeParts, load_episode_parts
 from grpo_mp.rollout.reward_servers import check_served_models, check_tokens
 from grpo_mp.rollout.routed_experts import check_routed_experts
 from grpo_mp.rollout.sglang_source import argument_names
-from grpo_mp.trainer.replay import ReplayedRollouts, RolloutShape
+from grpo_mp.trainer.replay import ReplayedRollouts
 from grpo_mp.utils.errors import UserError
 from grpo_mp.weight_sync.wire import WireFormat
 
@@ -111,8 +111,7 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int, dump
     check_export(run, model)
     inputs = partial(RunInputs, hf, tokenizer, extensions=extensions)
     if dump:
-        shape, distillation = RolloutShape.of(rollout, hf), settings.algorithm.distillation
-        replay = ReplayedRollouts(dump, shape, run.steps, replays_experts, distillation)
+        replay = ReplayedRollouts(dump, run.steps)
         check_replay(replay, run)
         # Samples are not scored again, so files that `reward` names may be missing.
         scorer = Scorer(RewardConfig(answer=1.0), rollout.max_response_tokens)

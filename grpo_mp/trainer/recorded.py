@@ -36,10 +36,6 @@ class RecordedGroups:
         mine = [record for record in best.values() if readers_of[record.file, record.offset] == rank]
         return cls(mine, {key: record.extent for key, record in best.items()})
 
-    def count(self, first: int) -> int:
-        """Return the number of recorded groups with an id of at least `first`."""
-        return sum(key[0] >= first for key in self._all)
-
     def take(self, first: int, rule: AdmissionRule, prompt_of: Callable[[int], tuple[int, int]]) -> dict[int, Record]:
         """Remove and return this rank's records of the groups that a step may launch, by launch number.
 

@@ -1,7 +1,7 @@
 """Open an SFT job on one rank: join the process groups, build the policy; close everything at the end."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -10,12 +10,11 @@ import torch.distributed as dist
 from grpo_mp import platform
 from grpo_mp.checkpoint.run_state import write_settings
 from grpo_mp.config import SftSettings, dump_settings
-from grpo_mp.distributed.process_groups import Job, make_parallel
+from grpo_mp.distributed.process_groups import make_parallel
 from grpo_mp.policy.offload import device_items
 from grpo_mp.trainer.exit import PreemptionHandler
 from grpo_mp.trainer.job import (
     FindCheckpoints,
-    Resumed,
     build_policy,
     join_run,
     open_monitors,
@@ -38,29 +37,19 @@ class SftContext(PolicyContext):
 
 
 @contextmanager
-def _join_run(
-    settings: SftSettings, inputs: SftInputs, find_checkpoints: FindCheckpoints
-) -> Iterator[tuple[SftSettings, Job, Resumed]]:
-    size = inputs.train.epoch_size
-    resolved = dump_settings(settings.with_steps(size))
-    with join_run(settings.run, settings.monitor.phase_timeout_s, resolved, find_checkpoints) as (job, resumed):
-        settings = settings.with_steps(size, resumed.state.step, resumed.state.samples_seen)
-        if job.rank == 0:
-            write_settings(settings.run.folder, dump_settings(settings))
-        yield settings, job, resumed
-
-
-@contextmanager
 def open_sft_context(
     settings: SftSettings, inputs: SftInputs, find_checkpoints: FindCheckpoints = tuple
 ) -> Iterator[SftContext]:
     """Open an SFT job: build the policy and resume; the settings of the context have `run.epochs` as `run.steps`."""
-    limit_s = settings.monitor.phase_timeout_s
-    with (
-        _join_run(settings, inputs, find_checkpoints) as (settings, job, resumed),
-        open_monitors(settings.run.folder, job.rank, settings.run.steps, resumed.state.step) as monitors,
-    ):
+    limit_s, size = settings.monitor.phase_timeout_s, inputs.train.epoch_size
+    resolved = dump_settings(settings.with_steps(size))
+    with ExitStack() as stack:
+        job, resumed = stack.enter_context(join_run(settings.run, limit_s, resolved, find_checkpoints))
+        settings = settings.with_steps(size, resumed.state.step, resumed.state.samples_seen)
         run = settings.run
+        if job.rank == 0:
+            write_settings(run.folder, dump_settings(settings))
+        monitors = stack.enter_context(open_monitors(run.folder, job.rank, run.steps, resumed.state.step))
         preemption = PreemptionHandler()
         state = replace(resumed.state, data=inputs.train.digest)
         progress = monitors.progress

@@ -227,21 +227,18 @@ def test_steps_train_on_the_prompts_in_their_order_whoever_is_faster(one_rank_jo
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_what_a_former_job_generated_is_counted_apart(one_rank_job: Any, max_staleness: int) -> None:
+def test_what_a_former_job_generated_is_taken_up(one_rank_job: Any, max_staleness: int) -> None:
     """A job that ended after its step takes up the step's groups, and generates only what no record has."""
     folder, engines = one_rank_job.new_folder(), [FakeEngine()]
     former = run_steps(collector(one_rank_job, engines, 12, {}, folder=folder, max_staleness=max_staleness), engines, 1)
-    assert former[0].recorded_tokens == 0
     known = sum(info.response_tokens for info in former[0].launched)
     engines = [FakeEngine()]
     resumed = collector(one_rank_job, engines, 12, {}, folder=folder, max_staleness=max_staleness)
     batches = run_steps(resumed, engines, 2)
     assert [group.prompt for group in batches[0].groups] == [group.prompt for group in former[0].groups]
-    assert batches[0].recorded_tokens == known
     launched = sum(info.response_tokens for batch in batches for info in batch.launched)
     if not max_staleness:
         assert launched - known == engines[0].generated
-        assert batches[1].recorded_tokens == 0
 
 
 def test_groups_of_weights_that_are_too_old_are_counted_and_generated_again(one_rank_job: Any) -> None:

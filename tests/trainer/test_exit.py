@@ -165,28 +165,3 @@ def test_a_thread_that_waits_for_a_peer_does_not_abort_the_rank_that_failed() ->
     assert process.stderr.count("error: the mistake\n") == 2  # the rank's and torchrun's own
     assert "terminate called" not in process.stderr
     assert "SIGABRT" not in process.stderr
-
-
-RELEASED = """
-import os, signal
-from grpo_mp.trainer.exit import PreemptionHandler
-handler = PreemptionHandler()
-for number in {before}:
-    os.kill(os.getpid(), number)
-print("remembered", flush=True)
-handler.release()
-for number in {after}:
-    os.kill(os.getpid(), number)
-print("lives", flush=True)
-"""
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "status"),
-    [((15,), (), -15), ((), (10,), -10)],
-)
-def test_signals_end_what_has_nothing_to_save(before: tuple[int, ...], after: tuple[int, ...], status: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", RELEASED.format(before=before, after=after)], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout) == (status, "remembered\n")
