@@ -18,7 +18,7 @@ from grpo_mp.algorithms.evaluation import write_scores
 from grpo_mp.checkpoint.run_state import read_manifest
 from grpo_mp.monitor.samples import append_samples
 from grpo_mp.trainer.command_line import command, started_job
-from grpo_mp.trainer.engine_job import EngineJob, read_engine_job, start_engines
+from grpo_mp.trainer.context import EngineJob, read_engine_job, start_engines
 from grpo_mp.trainer.evaluation import Evaluation, Evaluator
 from grpo_mp.trainer.preflight import RunInputs, run_generation_preflight
 from grpo_mp.utils.errors import UserError

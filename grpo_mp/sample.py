@@ -26,7 +26,7 @@ from grpo_mp.config import dump_settings
 from grpo_mp.distributed.process_groups import all_gather
 from grpo_mp.rollout.journal import GroupJournal
 from grpo_mp.trainer.command_line import command, started_job
-from grpo_mp.trainer.engine_job import EngineJob, read_engine_job, start_engines
+from grpo_mp.trainer.context import EngineJob, read_engine_job, start_engines
 from grpo_mp.trainer.preflight import RunInputs, run_generation_preflight
 from grpo_mp.trainer.sampling.answers import (
     GROUPS,

@@ -20,8 +20,7 @@ from grpo_mp.trainer.command_line import command, print_once, started_job
 from grpo_mp.trainer.describe import describe_chats, describe_ranks, dry_run_text
 from grpo_mp.trainer.loop import is_due
 from grpo_mp.trainer.replica_check import check_replicas
-from grpo_mp.trainer.sft_context import SftContext, open_sft_context
-from grpo_mp.trainer.sft_preflight import SftInputs, run_sft_preflight
+from grpo_mp.trainer.sft_context import SftContext, SftInputs, open_sft_context, run_sft_preflight
 from grpo_mp.trainer.sft_step import (
     SftBatch,
     held_out_losses,

@@ -1,18 +1,25 @@
-"""Open a job that generates on one rank: start the engine, build the models that it gets its weights from."""
+"""Open a job that generates on one rank: start the engine, build the models that it gets its weights from.
 
+In jobs that only generate (evaluate.py, sample.py), engines load the weights of a Hugging Face folder themselves. For a
+run's checkpoint, the policy is built as for training and sends its weights to the engines.
+"""
+
+import argparse
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from grpo_mp import platform
 from grpo_mp.algorithms.settings import RolloutCorrectionConfig
-from grpo_mp.config import Settings, dump_settings
+from grpo_mp.checkpoint.run_state import MANIFEST, read_manifest
+from grpo_mp.config import Settings, dump_settings, load_settings
 from grpo_mp.config.sections import LayoutConfig, RolloutConfig, SyncConfig
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.distributed.nccl_memory import NcclMemory, can_suspend
@@ -22,7 +29,7 @@ from grpo_mp.policy.offload import device_items
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.reference import Reference
 from grpo_mp.rollout.hosted_engine import START_TIMEOUT_S
-from grpo_mp.rollout.rollout import Rollout, RolloutParts
+from grpo_mp.rollout.rollout import Rollout, RolloutParts, engines_can_load_weights
 from grpo_mp.trainer.engine_check import MAX_PROMPTS, EngineCheck
 from grpo_mp.trainer.job import (
     FindCheckpoints,
@@ -38,6 +45,8 @@ from grpo_mp.trainer.offload import INITIAL_RESIDENCY, offload_functions, start_
 from grpo_mp.trainer.phase_manager import OffloadFunction, PhaseManager, explain_out_of_memory
 from grpo_mp.trainer.preflight import RunInputs
 from grpo_mp.trainer.recover import EngineRecovery
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.phases import Phase
 from grpo_mp.weight_sync.update import PolicyShards, build_weight_sync
 
 
@@ -181,3 +190,52 @@ def _engine_check(
         tolerance=sync.check_tolerance,
         correction=correction,
     )
+
+
+@dataclass(frozen=True)
+class EngineJob:
+    """Settings and weights of a job that only generates; results go to `settings.run.folder`."""
+
+    settings: Settings
+    checkpoint: Path | None  # folder of a run's checkpoint; None: use `model.path`
+
+    @property
+    def name(self) -> Path:
+        return self.checkpoint or self.settings.model.path
+
+    @property
+    def folder(self) -> Path:
+        return self.settings.run.folder
+
+    @property
+    def needs_policy(self) -> bool:
+        """Return whether a policy must send the weights, because engines cannot load them from the folder."""
+        return self.checkpoint is not None or not engines_can_load_weights(self.settings.model, self.settings.engine)
+
+
+def read_engine_job(args: argparse.Namespace, command: str) -> EngineJob:
+    """Return the job that the parsed arguments describe; results go to --out, by default RUN/`command`/MODEL."""
+    settings = load_settings(args.config, args.overrides, trains=False, dtype=platform.default_dtype())
+    checkpoint, model = args.checkpoint, args.model or settings.model.path
+    if checkpoint:
+        if not (checkpoint / MANIFEST).is_file():
+            raise UserError(f"{checkpoint}: incomplete checkpoint, {MANIFEST} is missing: give RUN/checkpoints/step_N")
+        read_manifest(checkpoint)
+    out = args.out or settings.run.folder / command / (checkpoint or model).absolute().name
+    updates = {
+        "run": settings.run.model_copy(update={"folder": out}),
+        "model": settings.model.model_copy(update={"path": model}),
+    }
+    return EngineJob(settings.without_training().model_copy(update=updates), checkpoint)
+
+
+@contextmanager
+def start_engines(job: EngineJob, inputs: RunInputs, greeting: str) -> Iterator[Engines]:
+    """Run engines with the job's weights while the body runs."""
+    checkpoints = [job.checkpoint] if job.checkpoint else []
+    with open_engines(job.settings, inputs, lambda: checkpoints, job.needs_policy, greeting) as engines:
+        if job.needs_policy:
+            with engines.phases.phase(Phase.SYNC):
+                engines.recovery.update_weights(engines.resumed.state.optimizer_step)
+            engines.recovery.check_engines()
+        yield engines

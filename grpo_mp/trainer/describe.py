@@ -8,7 +8,7 @@ from grpo_mp.config.sections import EngineConfig, LayoutConfig
 from grpo_mp.distributed.layout import describe_parallelism
 from grpo_mp.rollout.engine_layout import engine_host_ranks, engine_placements
 from grpo_mp.trainer.preflight import RunInputs
-from grpo_mp.trainer.sft_preflight import SftInputs
+from grpo_mp.trainer.sft_context import SftInputs
 
 
 def describe_ranks(layout: LayoutConfig, world_size: int, engine_ranks: int, ranks_per_node: int) -> str:

@@ -1,6 +1,5 @@
 """Enter a phase: offload and onload its items, apply its time limit, record its time span and memory."""
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,8 +27,6 @@ ADVICE: Mapping[str, str] = {
     Phase.SAVE: STATE_ADVICE,
 }
 MemoryItems = Callable[[], Mapping[str, float]]  # bytes on the device by name of the item
-
-LOGGER = logging.getLogger(__name__)
 
 
 class PhaseManager:
@@ -61,7 +58,6 @@ class PhaseManager:
     @contextmanager
     def phase(self, phase: Phase, detail: str = "") -> Iterator[None]:
         """Run the body as `phase`, with the items of the phase on the device."""
-        LOGGER.debug("%s begins%s", phase, f": {detail}" if detail else "")
         with self._watchdog.phase(phase, self._limit_s), self._progress.phase(phase, detail):
             with explain_out_of_memory(self._watchdog.rank, phase, self._items):
                 self._move_to(phase.resident)
@@ -69,7 +65,6 @@ class PhaseManager:
                 with self._timeline.span(phase):
                     yield
             self.memory_tracker.end(phase)
-        LOGGER.debug("%s ends", phase)
 
     @contextmanager
     def activity(self, name: str, phases: int) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Open an SFT job on one rank: join the process groups, build the policy; close everything at the end."""
+"""Check and open an SFT job on one rank: read its inputs, join the process groups, build the policy."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -6,12 +6,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
 
 from grpo_mp import platform
-from grpo_mp.checkpoint.run_state import write_settings
+from grpo_mp.checkpoint.run_state import check_same_data, write_settings
 from grpo_mp.config import SftSettings, dump_settings
+from grpo_mp.data.chat_data import ChatEncoder, ChatReader, ChatSet, load_held_out_chats, load_train_chats, stop_tokens
 from grpo_mp.distributed.process_groups import make_parallel
+from grpo_mp.models.hf_config import HfConfig, check_positions
+from grpo_mp.models.tokenizer import read_tokenizer
+from grpo_mp.monitor.loggers import MakeLogger, load_loggers
 from grpo_mp.policy.offload import device_items
+from grpo_mp.policy.policy import check_policy
 from grpo_mp.trainer.exit import PreemptionHandler
 from grpo_mp.trainer.job import (
     FindCheckpoints,
@@ -22,10 +28,43 @@ from grpo_mp.trainer.job import (
 )
 from grpo_mp.trainer.loop import PolicyContext
 from grpo_mp.trainer.phase_manager import PhaseManager, explain_out_of_memory
+from grpo_mp.trainer.preflight import check_attention, check_export, check_place
 from grpo_mp.trainer.save import CheckpointSaver
-from grpo_mp.trainer.sft_preflight import SftInputs
 
 START = "START"
+
+
+@dataclass(frozen=True)
+class SftInputs:
+    """Inputs of supervised fine-tuning: model config, tokenizer, samples. `warnings`: shown at the start."""
+
+    hf: HfConfig
+    tokenizer: PreTrainedTokenizerBase
+    train: ChatSet
+    evals: dict[str, ChatSet]
+    make_loggers: tuple[MakeLogger, ...]
+    warnings: tuple[str, ...]
+
+
+def run_sft_preflight(settings: SftSettings, world_size: int) -> SftInputs:
+    """Check settings against model, files and layout, and read the data."""
+    make_loggers = load_loggers(settings.monitor.loggers)
+    check_place(settings.run, settings.monitor, dump_settings(settings))
+    check_attention(settings.model.dtype, settings.layout.context)
+    hf = settings.model.read_config()
+    tokenizer = read_tokenizer(settings.model.path, hf, settings.model.trust_remote_code)
+    check_positions(hf, settings.sft.max_tokens, "sft.max_tokens")
+    check_policy(hf, settings.model, layout=settings.layout, training=settings.training, world_size=world_size)
+    check_export(settings.run, settings.model)
+    stops, variables = stop_tokens(settings.model.path, tokenizer), settings.data.chat_template_kwargs
+    encoder = ChatEncoder(tokenizer, settings.sft.loss_on, stops, variables)
+    reader = ChatReader(settings.data, settings.sft, encoder)
+    train = load_train_chats(reader)
+    check_same_data(settings.run.folder, train.digest)
+    train.check_size("sft.batch_size", settings.sft.batch_size, "samples", settings.data.train)
+    evals = load_held_out_chats(reader)
+    warnings = tuple(sentence for chats in (train, *evals.values()) for sentence in chats.warnings)
+    return SftInputs(hf, tokenizer, train=train, evals=evals, make_loggers=make_loggers, warnings=warnings)
 
 
 @dataclass(kw_only=True)

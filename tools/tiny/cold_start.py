@@ -13,7 +13,7 @@ from grpo_mp.data.cursor import Cursor
 from grpo_mp.distributed.process_groups import single_rank_environment, start_parallel, stop_parallel
 from grpo_mp.policy.policy import Policy
 from grpo_mp.trainer.save import export_policy
-from grpo_mp.trainer.sft_preflight import SftInputs, run_sft_preflight
+from grpo_mp.trainer.sft_context import SftInputs, run_sft_preflight
 from grpo_mp.trainer.sft_step import next_batch, pack_samples, supervised_update
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import Message
