@@ -47,10 +47,10 @@ def steps(group: SampleGroup) -> list[Any]:
 
 
 def test_step_rewards_are_kept_apart_from_the_outcome(score: Callable[..., Any]) -> None:
-    group, scorer = score("lines", length=1.0)
+    group, scorer = score("lines", overlong={"weight": 1.0, "buffer_tokens": 8})
     assert steps(group) == [((1, 0.0), (3, 0.5))] * 2
     assert [(sample.reward, sample.reward_terms) for sample in group.samples] == [
-        (0.5, {"length": 0.5, "steps": 0.25})
+        (-0.5, {"overlong": -0.5, "steps": 0.25})
     ] * 2
     assert scorer.take_stats().logged == {"columns": 3.0}  # prompts, log_extra, trainer_state
 
