@@ -7,8 +7,7 @@ from functools import partial
 from grpo_mp.rewards.base import RewardError, Values
 from grpo_mp.rewards.code import CodeTests
 from grpo_mp.rewards.language import LANGUAGES, script_share
-from grpo_mp.rewards.math import answer_reward, boxed_answer
-from grpo_mp.rewards.math_verify_worker import MathVerifier
+from grpo_mp.rewards.math import MathVerifier, answer_reward, boxed_answer
 from grpo_mp.rewards.reward_model import Judge, ModelClient
 from grpo_mp.rewards.settings import THINK_TAGS, RewardConfig
 from grpo_mp.utils.errors import UserError

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from grpo_mp.rewards.math_verify_worker import MathVerifier
+from grpo_mp.rewards.math import MathVerifier
 from grpo_mp.utils.types import Prompt, Sample, SampleGroup
 
 

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from grpo_mp.data.prompts import final_answer
-from grpo_mp.rewards.math import answer_reward
-from grpo_mp.rewards.math_verify_worker import MathVerifier
+from grpo_mp.rewards.math import MathVerifier, answer_reward
 
 HERE = Path(__file__).parent
 Triple = tuple[str, str, float]

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from grpo_mp.rewards.code import is_same_output
-from grpo_mp.rewards.code_tests import read_tests
+from grpo_mp.rewards.code import is_same_output, read_tests
 
 CALL = {"fn_name": "f", "inputs": [[1]], "outputs": [2]}
 

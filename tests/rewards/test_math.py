@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_mp.rewards.answer_reading import Number, read_answer
-from grpo_mp.rewards.math import answer_numbers, answer_reward, boxed_answer
-from grpo_mp.rewards.math_verify_worker import MathVerifier
+from grpo_mp.rewards.math import MathVerifier, answer_numbers, answer_reward, boxed_answer
 from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rewards.terms import BuiltInTerms
 from grpo_mp.utils.types import SampleGroup
