@@ -25,24 +25,16 @@ def install() -> None:
 
 
 def causal_conv1d_fn_cpu(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    activation: str,
-    conv_states: Tensor,
-    has_initial_state: Tensor,
-    cache_indices: Tensor,
-    query_start_loc: Tensor,
-    **_: Any,
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, conv_states: Tensor, query_start_loc: Tensor, **requests: Any
 ) -> Tensor:
     """Convolve the new inputs x [D, T] of all requests with weight [D, W]; return SiLU of it, [D, T]."""
     output = torch.empty_like(x)
     bounds = query_start_loc.tolist()
     window = weight.shape[1] - 1
-    for request, slot in enumerate(cache_indices.tolist()):
+    for request, slot in enumerate(requests["cache_indices"].tolist()):
         start, stop = bounds[request], bounds[request + 1]
-        before = conv_states[slot] if has_initial_state[request] else torch.zeros_like(conv_states[slot])
+        continues = requests["has_initial_state"][request]
+        before = conv_states[slot] if continues else torch.zeros_like(conv_states[slot])
         inputs = torch.cat([before.to(x.dtype), x[:, start:stop]], 1)
         convolved = F.conv1d(inputs[None], weight[:, None], bias, groups=len(weight))
         output[:, start:stop] = F.silu(convolved[0])
@@ -77,23 +69,14 @@ def fused_gdn_gating_cpu(decay: Tensor, a: Tensor, b: Tensor, bias: Tensor) -> t
 
 
 def chunk_gated_delta_rule_cpu(
-    *,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor,
-    initial_state_indices: Tensor,
-    cu_seqlens: Tensor,
-    **_: Any,
+    *, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **requests: Any
 ) -> tuple[Tensor, None, None]:
     """Return the outputs [1, T, HV, V] of the requests' new tokens. q, k [1, T, HK, K], v [1, T, HV, V]."""
     output = torch.empty_like(v)
-    bounds = cu_seqlens.tolist()
-    for request, slot in enumerate(initial_state_indices.tolist()):
+    bounds = requests["cu_seqlens"].tolist()
+    for request, slot in enumerate(requests["initial_state_indices"].tolist()):
         tokens = slice(bounds[request], bounds[request + 1])
-        state = initial_state[slot : slot + 1]
+        state = requests["initial_state"][slot : slot + 1]
         query, key = (_unit_heads(x[0, tokens], v.shape[2]) for x in (q, k))
         for token in range(len(query)):
             position = tokens.start + token
@@ -108,25 +91,14 @@ def chunk_gated_delta_rule_cpu(
     return output, None, None
 
 
-def fused_sigmoid_gating_delta_rule_update_cpu(
-    *,
-    A_log: Tensor,  # noqa: N803
-    dt_bias: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    initial_state_source: Tensor,
-    initial_state_indices: Tensor,
-    **_: Any,
-) -> Tensor:
+def fused_sigmoid_gating_delta_rule_update_cpu(*, q: Tensor, k: Tensor, v: Tensor, **others: Any) -> Tensor:
     """Return the outputs [1, B, HV, V] of one new token of each request. q, k [1, B, HK, K], v [1, B, HV, V]."""
-    log_decay, strength = fused_gdn_gating_cpu(A_log, a, b, dt_bias)
+    log_decay, strength = fused_gdn_gating_cpu(*(others[name] for name in ("A_log", "a", "b", "dt_bias")))
     query, key = (_unit_heads(x[0], v.shape[2]) for x in (q, k))
-    state = initial_state_source[initial_state_indices]
+    states, slots = others["initial_state_source"], others["initial_state_indices"]
+    state = states[slots]
     output = _advance(state, query, key, value=v[0], log_decay=log_decay[0], strength=strength[0])
-    initial_state_source[initial_state_indices] = state
+    states[slots] = state
     return output[None].to(v.dtype)
 
 
@@ -155,12 +127,11 @@ def fused_qk_gemma_rmsnorm_cpu(
     return _zero_centred_norm(q, q_weight, eps, head_dim), _zero_centred_norm(k, k_weight, eps, head_dim)
 
 
-def fused_qk_gemma_rmsnorm_with_gate_cpu(
-    q_gate: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, head_dim: int, num_heads: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def fused_qk_gemma_rmsnorm_with_gate_cpu(q_gate: Tensor, k: Tensor, *norms: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Split [T, heads * 2 * head_dim] into queries and gates; return normed queries, normed keys, and gates."""
-    query, gate = q_gate.unflatten(-1, (num_heads, 2, head_dim)).unbind(2)
-    return (*fused_qk_gemma_rmsnorm_cpu(query.flatten(1), k, q_weight, k_weight, eps, head_dim), gate.flatten(1))
+    *_, head_dim, heads = norms
+    query, gate = q_gate.unflatten(-1, (heads, 2, head_dim)).unbind(2)
+    return (*fused_qk_gemma_rmsnorm_cpu(query.flatten(1), k, *norms[:-1]), gate.flatten(1))
 
 
 def _zero_centred_norm(x: Tensor, weight: Tensor, eps: float, head_dim: int) -> Tensor:
