@@ -1,8 +1,7 @@
-"""Claims of free TCP ports that no other part of this program, and no other run on this host, will choose.
+"""Claims of free TCP ports that no other run on this host will choose.
 
 SGLang binds its ports many seconds after they were chosen. Until then a name in the kernel's abstract socket namespace
-reserves each port. Every process on the host sees this name, and it disappears when its process ends.
-
+reserves each port; it disappears when its process ends.
 """
 
 import os

@@ -10,7 +10,6 @@ from grpo_mp import platform
 from grpo_mp.utils.errors import UserError
 
 MAX_USED_SHARE = 0.2  # of GPU memory at the start; a CUDA context or a display uses less
-CHOOSE_OTHER = "choose other GPUs (CUDA_VISIBLE_DEVICES)"
 DRIVER = Path("/proc/driver/nvidia/version")
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
@@ -30,11 +29,13 @@ def check_device(local_rank: int) -> None:
             f"the {local_rank + 1} ranks of this node need a GPU each, torch sees {count}: start fewer ranks, or let "
             "every rank see all of the node's GPUs (CUDA_VISIBLE_DEVICES)"
         )
-    try:
-        free_bytes, total_bytes = torch.cuda.mem_get_info(local_rank)
-    except RuntimeError as error:
-        raise UserError(f"GPU {local_rank} cannot be used ({error}): reset it, or {CHOOSE_OTHER}") from error
-    check_free(local_rank, free_bytes, total_bytes)
+    free_bytes, total_bytes = torch.cuda.mem_get_info(local_rank)
+    used_bytes = total_bytes - free_bytes
+    if used_bytes > MAX_USED_SHARE * total_bytes:
+        raise UserError(
+            f"GPU {local_rank}: {used_bytes / 2**30:.1f} of {total_bytes / 2**30:.1f} GiB are in use by another "
+            "process: stop it, or choose other GPUs (CUDA_VISIBLE_DEVICES)"
+        )
 
 
 def check_no_unusable_gpu(environment: Mapping[str, str], driver: Path) -> None:
@@ -56,13 +57,3 @@ def check_allocator(environment: Mapping[str, str]) -> None:
     for name in ALLOCATOR_VARIABLES:
         if "expandable_segments:true" in environment.get(name, "").lower():
             raise UserError(f"{name}: expandable segments cannot be shared with an engine: remove them")
-
-
-def check_free(device: int, free_bytes: int, total_bytes: int) -> None:
-    """Refuse a GPU if other processes use more than MAX_USED_SHARE of its memory."""
-    used_bytes = total_bytes - free_bytes
-    if used_bytes > MAX_USED_SHARE * total_bytes:
-        raise UserError(
-            f"GPU {device}: {used_bytes / 2**30:.1f} of {total_bytes / 2**30:.1f} GiB are in use by another process: "
-            f"stop it, or {CHOOSE_OTHER}"
-        )

@@ -72,11 +72,7 @@ def _router_matmul(moe_utils: Any) -> None:
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Adam on a CPU with one step count per param group, as in TransformerEngine's FusedAdam.
-
-    torch's AdamW has a step count per parameter, with which Megatron's distributed optimizer cannot load fully
-    reshardable checkpoints.
-    """
+    """Adam on a CPU with one step count per param group, as in TransformerEngine's FusedAdam and in our checkpoints."""
 
     def __init__(
         self,

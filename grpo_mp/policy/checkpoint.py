@@ -1,8 +1,7 @@
 """Save and load weights, optimizer state and learning-rate schedule, so that any layout can load any checkpoint.
 
-Weights and state are stored as rectangles of the Hugging Face tensors (models/chunks.py). The distributed optimizer
-assigns each rank a contiguous piece of each flattened parameter. Each rank saves the state and the weights of its
-piece, so ranks write similar amounts and no element is written twice.
+Weights and state are stored as rectangles of the Hugging Face tensors (models/chunks.py). Each rank saves the piece of
+each flattened parameter that the distributed optimizer assigns to it, so ranks write similar amounts.
 """
 
 import pickle

@@ -1,8 +1,7 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) beside Megatron's parallel linear layers, which are frozen.
 
-y = W x + (alpha / rank) B A x, for the input x of a linear layer with weight W. A is sharded if W is row-parallel, that
-is along its input, and B if W is column-parallel, along its output. Tensor-parallel ranks exchange only A x: `rank`
-numbers per token.
+y = W x + (alpha / rank) B A x, for the input x of a linear layer with weight W. A is sharded if W is row-parallel, and B
+if W is column-parallel. Tensor-parallel ranks exchange only A x: `rank` numbers per token.
 """
 
 import hashlib
@@ -177,8 +176,7 @@ def _register(module: nn.Module, factors: Mapping[str, Factors], config: Any) ->
                 shape = param.shard_shape(param.shapes[0], of_weight.tensor)
                 tensor = nn.Parameter(torch.zeros(shape, dtype=config.params_dtype, device=device))
                 if param.expert is None:
-                    # On each rank a replicated factor gets the gradient of some tokens or some rows of B only. With
-                    # this mark Megatron sums these gradients over the tensor-parallel ranks.
+                    # A replicated factor gets a part of its gradient on each rank; with this mark Megatron sums them.
                     tensor.sequence_parallel = config.sequence_parallel and param.tp_dim is None  # type: ignore[attr-defined]
                 by_leaf = getattr(module, kind)
                 leaf = param.name.split(".")[-2]

@@ -123,10 +123,7 @@ class Policy(TrainedModel):
                 model.head = head
 
     def compute_gradients(self, microbatches: Sequence[MicroBatch], loss: LossFunction) -> list[Any]:
-        """Write the gradient of the loss, summed over micro-batches and ranks, to the gradient buffers.
-
-        Return the loss function's reports, on the last pipeline stage only.
-        """
+        """Write the gradient of the loss to the gradient buffers; return its reports on the last pipeline stage."""
 
         def of_output(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Any]:
             if batch.teacher_topk_ids is not None:

@@ -5,17 +5,8 @@ from pathlib import Path
 import pytest
 
 from grpo_mp import platform
-from grpo_mp.platform.machine_check import check_allocator, check_free, check_no_unusable_gpu
+from grpo_mp.platform.machine_check import check_allocator, check_no_unusable_gpu
 from grpo_mp.utils.errors import UserError
-
-GIB = 2**30
-
-
-def test_device_in_use_is_an_error_with_the_used_memory() -> None:
-    with pytest.raises(
-        UserError, match=r"^GPU 3: 70\.0 of 140\.0 GiB are in use by another process: stop it, or choose"
-    ):
-        check_free(3, 70 * GIB, 140 * GIB)
 
 
 @pytest.mark.skipif(platform.on_cuda(), reason="there is a GPU")
