@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) beside Megatron's parallel linear layers, which are frozen.
 
-y = W x + (alpha / rank) B A x, for the input x of a linear layer with weight W. A is sharded if W is row-parallel, and B
-if W is column-parallel. Tensor-parallel ranks exchange only A x: `rank` numbers per token.
+y = W x + (alpha / rank) B A x, for the input x of a linear layer with weight W. A is sharded if W is row-parallel, B if
+W is column-parallel. Tensor-parallel ranks exchange only A x: `rank` numbers per token.
 """
 
 import hashlib
