@@ -143,7 +143,8 @@ def score_changes(before: EvalScore | None, after: EvalScore) -> Iterator[tuple[
     """Yield label, earlier value, value and change of each known estimate of a score."""
     earlier = dict(_estimates(before)) if before else {}
     for label, estimate in _estimates(after):
-        form = ".1%" if "@" in label or label == "accuracy" else ".3f" if label == "reward" else ".1f"
+        is_share = "@" in label or label == "accuracy"
+        form = ".1%" if is_share else {"reward": ".3f", "length (tokens)": ".1f"}.get(label, ".0f")
         old = earlier.get(label)
         change = f"{estimate.value - old.value:+{form}}".replace("%", " points") if old else ""
         yield label, _with_error(old, form) if old else "", _with_error(estimate, form), change
