@@ -3,7 +3,7 @@
 import asyncio
 import inspect
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -63,6 +63,18 @@ class Outcome:
 
 
 @dataclass(frozen=True)
+class EpisodeGroup:
+    """Group of `count` episodes of a prompt. `routing`: None: the samples record no routed experts."""
+
+    prompt: Prompt
+    group_id: int
+    count: int
+    step: int
+    sampling: SamplingParams
+    routing: ModelShape | None
+
+
+@dataclass(frozen=True)
 class EpisodeRunner:
     """Rolls out groups of episodes on one engine. `slots`: limits the number of concurrent episodes."""
 
@@ -73,74 +85,65 @@ class EpisodeRunner:
 
     async def run_group(
         self,
-        prompt: Prompt,
-        group_id: int,
-        count: int,
-        step: int,
-        sampling: SamplingParams,
-        routing: ModelShape | None,
+        group: EpisodeGroup,
         earlier: Sequence[Sample] = (),
         record: Callable[[Sample], None] = lambda _: None,
     ) -> tuple[Sample, ...]:
-        """Roll out `count` episodes of a prompt, without those in `earlier`; return all samples, fewer after a `pause`.
+        """Roll out the episodes of a group, without those in `earlier`; return all samples, fewer after a `pause`.
 
         `record`: called in a thread with the sample of each episode that ends before the last one. Raises EngineError;
         raises TimeoutError `rollout.group_timeout_s` after the start of the first episode.
         """
-        parts, begun = self.parts, asyncio.Event()
-        config = parts.config
+        config, begun = self.parts.config, asyncio.Event()
         context = EpisodeContext(
             self.client,
-            parts.renderer,
+            self.parts.renderer,
             limits=config.limits,
-            sampling=sampling,
+            sampling=group.sampling,
             max_prompt_tokens=config.max_prompt_tokens,
             tool_parser=config.tool_parser,
-            routing=routing,
+            routing=group.routing,
         )
         samples = {sample.index: sample for sample in earlier}
-        running = {
-            asyncio.create_task(self._run(context, prompt, index, step, begun)): index
-            for index in range(count)
-            if index not in samples
-        }
-        if not running:  # another engine has completed the group that a lost engine gave back
-            return tuple(sample for _, sample in sorted(samples.items()))
-        waits = [asyncio.create_task(begun.wait()), asyncio.create_task(self.pause.wait())]
-        end, records = self.parts.renderer.tokenizer.eos_token_id, list[asyncio.Task[None]]()
 
-        def take(episode: asyncio.Task[Outcome]) -> None:
-            index = running[episode]
-            outcome = _cancelled(prompt, index) if episode.cancelled() else episode.result()
-            sample = as_sample(outcome, group_id, index, end)
-            samples[sample.index] = sample
-            if len(samples) < count:  # the last sample is recorded with the whole group
-                records.append(asyncio.create_task(asyncio.to_thread(record, sample)))
+        async def roll_out(index: int) -> None:
+            episode = asyncio.create_task(self._run(context, group, index, begun))
+            episode.add_done_callback(_retrieve)
+            try:
+                await asyncio.wait({episode})
+            finally:
+                episode.cancel()
+            outcome = _cancelled(group.prompt, index) if episode.cancelled() else episode.result()
+            samples[index] = as_sample(outcome, group.group_id, index, self.parts.renderer.tokenizer.eos_token_id)
+            if len(samples) < group.count:  # the last sample is recorded with the whole group
+                await asyncio.to_thread(record, samples[index])
 
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            async with asyncio.timeout(config.group_timeout_s):
-                await _until(waits[1], running, take)
-        finally:
-            for other in (*running, *waits):
-                other.cancel()
-        await asyncio.gather(*records)
+        episodes = [asyncio.create_task(roll_out(index)) for index in range(group.count) if index not in samples]
+        if episodes:  # else another engine has completed the group that a lost engine gave back
+            waits = [asyncio.create_task(begun.wait()), asyncio.create_task(self.pause.wait())]
+            for episode in episodes:
+                episode.add_done_callback(_retrieve)
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                async with asyncio.timeout(config.group_timeout_s):
+                    await _until(waits[1], episodes)
+            finally:
+                for other in (*episodes, *waits):
+                    other.cancel()
         return tuple(sample for _, sample in sorted(samples.items()))
 
-    async def _run(
-        self, context: EpisodeContext, prompt: Prompt, index: int, step: int, begun: asyncio.Event
-    ) -> Outcome:
+    async def _run(self, context: EpisodeContext, group: EpisodeGroup, index: int, begun: asyncio.Event) -> Outcome:
         """Roll out one episode when a slot is free; return failures as an Outcome.
 
         Raises EngineError and EpisodeAbortedError, even if the rollout function has caught them.
         """
         async with self.slots:
             begun.set()
-            outcome, policy = await self._roll_out(context, prompt, index, step)
+            outcome, policy = await self._roll_out(context, group.prompt, index, group.step)
         if policy.watch.stopped_by:
             raise policy.watch.stopped_by
         if outcome.error:
-            LOGGER.info("step %d: %s", step, outcome.error)
+            LOGGER.info("step %d: %s", group.step, outcome.error)
         return outcome
 
     async def _roll_out(
@@ -191,30 +194,23 @@ def _cancelled(prompt: Prompt, index: int) -> Outcome:
     return Outcome(Episode((Segment(prompt.tokens, generated=False),), state="error"), error)
 
 
-async def _until(
-    pause: asyncio.Task[bool],
-    episodes: Collection[asyncio.Task[Outcome]],
-    take: Callable[[asyncio.Task[Outcome]], None],
-) -> None:
-    """Wait until all episodes have ended, an episode is aborted, or `pause` is done; re-raise an EngineError.
+def _retrieve(episode: asyncio.Task[Any]) -> None:
+    # Otherwise asyncio would log the exceptions of episodes that fail after the first one.
+    if not episode.cancelled():
+        episode.exception()
 
-    `take`: called with each episode that ends without an exception, as soon as it ends.
-    """
-    left = set(episodes)
-    while True:
-        ended = [episode for episode in episodes if episode in left and episode.done()]
-        left.difference_update(ended)
-        errors = [error for episode in ended if not episode.cancelled() and (error := episode.exception())]
-        for episode in ended:
-            if episode.cancelled() or not episode.exception():
-                take(episode)
+
+async def _until(pause: asyncio.Task[bool], episodes: Sequence[asyncio.Task[None]]) -> None:
+    """Wait until all episodes have ended, an episode is aborted, or `pause` is done; re-raise an EngineError."""
+    left = [*episodes]
+    while left and not pause.done():
+        await asyncio.wait({*left, pause}, return_when=asyncio.FIRST_COMPLETED)
+        errors = [error for episode in left if episode.done() and (error := episode.exception())]
         if any(isinstance(error, EpisodeAbortedError) for error in errors):
             return
         if errors:
             raise errors[0]
-        if not left or pause.done():
-            return
-        await asyncio.wait({*left, pause}, return_when=asyncio.FIRST_COMPLETED)
+        left = [episode for episode in left if not episode.done()]
 
 
 def as_sample(outcome: Outcome, group_id: int, index: int, end_token: int) -> Sample:

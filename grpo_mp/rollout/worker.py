@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.rewards.scorer import RewardStats, Scorer
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams, sampling_seed
-from grpo_mp.rollout.episodes import EpisodeRunner, with_failures
+from grpo_mp.rollout.episodes import EpisodeGroup, EpisodeRunner, with_failures
 from grpo_mp.rollout.groups import (
     EndedGroup,
     LaunchedGroups,
@@ -179,8 +179,8 @@ class RolloutWorker:
             def record(sample: Sample) -> None:
                 task.record_part(group_id, PausedGroup(prompt, samples=(sample,)))
 
-            of_group = (prompt, group_id, task.group_size, task.step, sampling, task.routing)
-            samples = await self.episodes.run_group(*of_group, earlier.samples if earlier else (), record)
+            group = EpisodeGroup(prompt, group_id, task.group_size, task.step, sampling, task.routing)
+            samples = await self.episodes.run_group(group, earlier.samples if earlier else (), record)
             if len(samples) < task.group_size:
                 return PausedGroup(prompt, samples=samples)
             return SampleGroup(prompt, samples)

@@ -7,23 +7,17 @@ from typing import Any, NoReturn
 
 from grpo_mp.utils.errors import UserError
 
-TRAIN = """Train a policy by GRPO.
+RANKS = """
 
 --ranks N starts N ranks on this machine. Without it this process is one rank: of torchrun or srun, else the only one.
 """
-SFT = """Fine-tune a policy on given chats, supervised: the loss is on what the assistant says.
-
---ranks N starts N ranks on this machine. Without it this process is one rank: of torchrun or srun, else the only one.
-"""
-EVALUATE = """Answer the held-out problems of data.eval, without training.
-
---ranks N starts N ranks on this machine. Without it this process is one rank: of torchrun or srun, else the only one.
+TRAIN = f"Train a policy by GRPO.{RANKS}"
+SFT = f"Fine-tune a policy on given chats, supervised: the loss is on what the assistant says.{RANKS}"
+EVALUATE = f"""Answer the held-out problems of data.eval, without training.{RANKS}
 Reads data.eval and the rewards of a settings file; the settings.yaml of a run is one.
 """
-SAMPLE = """Answer the prompts of data.train, score and filter the answers, and write them to a Parquet file.
-
---ranks N starts N ranks on this machine. Without it this process is one rank: of torchrun or srun, else the only one.
-Reads the settings file of a training run; `sample` says which answers are kept. The same command goes on after a kill.
+SAMPLE = f"""Answer the prompts of data.train, score and filter the answers, and write them to a Parquet file.{RANKS}
+Reads the settings file of a training run; `sample` selects answers. After a kill the same command resumes.
 """
 
 DOES_NOT_FIT = 1  # exit status of `grpo-mp plan`

@@ -11,19 +11,18 @@ HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")  # word bo
 LOGIN = re.compile(r"(?<=://)[^/@\s]+@")  # user and password in a URL
 
 
-def is_secret_name(name: str) -> bool:
-    """Return whether a name such as api_key, apiKey, X-Api-Key or HF_TOKEN denotes a secret."""
-    words = HUMP.sub("_", name).lower()
-    return bool(LAST_WORD.search(words)) and not NO_SECRETS.match(words)
-
-
 def without_secrets(value: Any) -> Any:
     """Return settings with secrets replaced by None and logins removed from URLs."""
     if isinstance(value, Mapping):
-        return {name: None if is_secret_name(str(name)) else without_secrets(inner) for name, inner in value.items()}
+        return {name: None if _is_secret(str(name)) else without_secrets(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
         return [without_secrets(inner) for inner in value]
     return LOGIN.sub("", value) if isinstance(value, str) else value
+
+
+def _is_secret(name: str) -> bool:
+    words = HUMP.sub("_", name).lower()
+    return bool(LAST_WORD.search(words)) and not NO_SECRETS.match(words)
 
 
 def has_secrets(value: Any) -> bool:

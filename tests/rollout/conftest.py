@@ -15,7 +15,7 @@ from grpo_mp.distributed.layout import model_shape
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rollout.client import EngineClient, SamplingParams
 from grpo_mp.rollout.engine_args import EngineSpec
-from grpo_mp.rollout.episodes import EpisodeRunner, load_episode_parts
+from grpo_mp.rollout.episodes import EpisodeGroup, EpisodeRunner, load_episode_parts
 from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.utils.types import Prompt, SampleGroup
 from tests.engines import started_engine
@@ -126,7 +126,9 @@ def roll_out(ask: Callable[..., Any], model_folder: Path) -> Callable[..., tuple
             client.generate = generate or client.generate  # type: ignore[method-assign]
             runner = EpisodeRunner(parts, client, asyncio.Semaphore(2))
             try:
-                samples = await runner.run_group(prompt, 7, count, 1, sampling or SamplingParams(60), shape)
+                samples = await runner.run_group(
+                    EpisodeGroup(prompt, 7, count, 1, sampling or SamplingParams(60), shape)
+                )
             finally:
                 await parts.tools.close()
             return SampleGroup(prompt, samples)

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.config.sections import RolloutConfig
 from grpo_mp.rollout.client import EngineOutput, SamplingParams
-from grpo_mp.rollout.episodes import EpisodeRunner, load_episode_parts
+from grpo_mp.rollout.episodes import EpisodeGroup, EpisodeRunner, load_episode_parts
 from grpo_mp.utils.types import Prompt, Sample
 from tests.virtual_time import run_virtually
 
@@ -69,7 +69,7 @@ def roll_out(runner: EpisodeRunner, prompt: Prompt | None = None) -> Sample:
     async def run() -> Sample:
         try:
             asked = prompt or make_prompt(runner)
-            (sample,) = await runner.run_group(asked, 7, 1, 1, SamplingParams(2000), None)
+            (sample,) = await runner.run_group(EpisodeGroup(asked, 7, 1, 1, SamplingParams(2000), None))
             return sample
         finally:
             await runner.parts.tools.close()
@@ -80,6 +80,6 @@ def roll_out(runner: EpisodeRunner, prompt: Prompt | None = None) -> Sample:
 def roll_out_virtually(runner: EpisodeRunner, count: int) -> Sequence[Sample]:
     """Roll out a group whose function and tools use no threads and processes, in virtual time."""
     samples: Sequence[Sample] = run_virtually(
-        runner.run_group(make_prompt(runner), 7, count, 1, SamplingParams(2000), None)
+        runner.run_group(EpisodeGroup(make_prompt(runner), 7, count, 1, SamplingParams(2000), None))
     )
     return samples

@@ -7,6 +7,7 @@ from typing import Any
 
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.client import SamplingParams
+from grpo_mp.rollout.episodes import EpisodeGroup
 from grpo_mp.rollout.groups import PausedGroup, RunningGroup
 from grpo_mp.rollout.journal import GroupJournal, journal_file, load, read_records
 from grpo_mp.rollout.protocol import Episode, Policy, Task
@@ -39,9 +40,9 @@ def test_a_group_whose_episodes_have_all_been_recorded_waits_for_none() -> None:
     prompt = make_prompt(runner)
 
     async def roll_out_twice() -> tuple[tuple[Sample, ...], tuple[Sample, ...]]:
-        group = (prompt, 7, 2, 1, SamplingParams(2000), None)
-        samples = await runner.run_group(*group)
-        return samples, await asyncio.wait_for(runner.run_group(*group, samples), 60.0)
+        group = EpisodeGroup(prompt, 7, 2, 1, SamplingParams(2000), None)
+        samples = await runner.run_group(group)
+        return samples, await asyncio.wait_for(runner.run_group(group, samples), 60.0)
 
     samples, again = asyncio.run(roll_out_twice())
     assert len(samples) == 2
