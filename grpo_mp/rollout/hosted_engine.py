@@ -11,7 +11,7 @@ from grpo_mp.config.sections import EngineConfig
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.distributed.ports import own_address
 from grpo_mp.rollout.client import EngineClient
-from grpo_mp.rollout.engine_layout import EnginePlacement
+from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.server import STOP_LIMIT_S, EngineProcess
 from grpo_mp.utils.background import BackgroundTask, EventLoopThread
 from grpo_mp.utils.errors import EngineError, UserError, one_line
@@ -31,7 +31,6 @@ class HostedEngine:
     def __init__(
         self,
         config: EngineConfig,
-        placement: EnginePlacement,
         process: EngineProcess,
         loop: EventLoopThread,
         routing: ModelShape | None,
@@ -46,7 +45,6 @@ class HostedEngine:
         self.client: EngineClient | None = None
         self.is_lost = False  # the engine is restarting, or is about to
         self._config = config
-        self._placement = placement
         self._process = process
         self._request_timeout_s = request_timeout_s
         self._loop = loop
@@ -63,8 +61,8 @@ class HostedEngine:
         """Start the engine process without waiting until it is ready. `store`: the job's store."""
         self._store = store
         self._launch()
-        if self._placement.nodes > 1:
-            self._watch = BackgroundTask(self._watch_nodes, f"nodes of engine {self._placement.engine}")
+        if self._process.spec.nodes > 1:
+            self._watch = BackgroundTask(self._watch_nodes, f"nodes of engine {self._process.spec.index}")
 
     def wait_ready(self) -> None:
         """Wait until the engine answers requests and connect the client."""
@@ -89,7 +87,7 @@ class HostedEngine:
         """Start the restart of a lost engine in a thread, unless it is already restarting."""
         with self._losing:  # `lose` may still be stopping the engine
             if self.is_lost and self._restart is None:
-                self._restart = BackgroundTask(self._start_again, f"engine {self._placement.engine} starts again")
+                self._restart = BackgroundTask(self._start_again, f"engine {self._process.spec.index} starts again")
 
     def join(self, wait: bool) -> bool:
         """Make a restarted engine available again, still without weights; return whether a restarted engine was ready.
@@ -99,7 +97,7 @@ class HostedEngine:
         if wait:
             self.restart()
         if wait and self._restart:
-            self._restart.wait(self._placement.rank, "an engine's start", None)  # starts and phases have own limits
+            self._restart.wait(self._process.spec.rank, "an engine's start", None)  # starts and phases have own limits
         self.check()
         if self._ready is None:
             return False
@@ -127,16 +125,18 @@ class HostedEngine:
 
     def _launch(self) -> None:
         self._lives += 1
-        if self._placement.nodes == 1:
+        if self._process.spec.nodes == 1:
             self._process.start()
             return
         assert self._store
         address = self._process.start(host=own_address())
-        self._store.set(life_key(self._placement, self._lives, "address"), address or "")
+        self._store.set(life_key(self._process.spec, self._lives, "address"), address or "")
 
     def _connect(self) -> EngineClient:
         self._process.wait_ready(START_TIMEOUT_S)
-        client = EngineClient(self._placement.engine, self._process.url, self._process.headers, self._request_timeout_s)
+        client = EngineClient(
+            self._process.spec.index, self._process.url, self._process.headers, self._request_timeout_s
+        )
         if self._routing:
             self._loop.run(client.check_routed_experts(self._routing))
         return client
@@ -160,9 +160,9 @@ class HostedEngine:
         """Stop the lost process and count the loss. Raises UserError if `engine.max_restarts` is exceeded."""
         reason = self._process.describe_end() or str(error)
         self._process.stop()
-        if self._placement.nodes > 1:
+        if self._process.spec.nodes > 1:
             assert self._store
-            self._store.set(life_key(self._placement, self._lives, "ended"), "")
+            self._store.set(life_key(self._process.spec, self._lives, "ended"), "")
         now = time.monotonic()
         self._losses = [then for then in self._losses if now - then < RESTART_WINDOW_S]
         if len(self._losses) >= self._config.max_restarts:
@@ -178,7 +178,7 @@ class HostedEngine:
         """Mark the engine as lost when another node reports that its process has ended."""
         assert self._store
         while not self._stopped.wait(POLL_S):
-            client, key = self.client, life_key(self._placement, self._lives, "node_ended")
+            client, key = self.client, life_key(self._process.spec, self._lives, "node_ended")
             if client and self._store.check([key]):
                 self.lose(EngineError(self._store.get(key).decode()), client)
 
@@ -186,15 +186,14 @@ class HostedEngine:
 class EngineNode:
     """Part of a multi-node engine on a node other than the engine host's; starts and stops with the engine host."""
 
-    def __init__(self, placement: EnginePlacement, process: EngineProcess) -> None:
-        self._placement = placement
+    def __init__(self, process: EngineProcess) -> None:
         self._process = process
         self._stopped = Event()
         self._task: BackgroundTask | None = None
 
     def start(self, store: dist.Store) -> None:
         """Start a thread that follows the engine host's messages in the job's store."""
-        self._task = BackgroundTask(lambda: self._follow(store), f"node of engine {self._placement.engine}")
+        self._task = BackgroundTask(lambda: self._follow(store), f"node of engine {self._process.spec.index}")
 
     def check(self) -> None:
         """Re-raise an exception of the thread."""
@@ -212,7 +211,7 @@ class EngineNode:
         """Start and stop this node's process with each process of the engine host; report an early end."""
         for life in count(1):
             address, ended, node_ended = (
-                life_key(self._placement, life, what) for what in ("address", "ended", "node_ended")
+                life_key(self._process.spec, life, what) for what in ("address", "ended", "node_ended")
             )
             while not store.check([address]):
                 if self._stopped.wait(POLL_S):
@@ -226,9 +225,9 @@ class EngineNode:
             self._process.stop()
 
 
-def life_key(placement: EnginePlacement, life: int, what: str) -> str:
+def life_key(spec: EngineSpec, life: int, what: str) -> str:
     """Return the store key of a message about one process of an engine.
 
     `life`: number of the process, counted from 1 over restarts; `what`: kind of message.
     """
-    return f"engine/{placement.engine}/{life}/{what}"
+    return f"engine/{spec.index}/{life}/{what}"

@@ -1,23 +1,25 @@
 """Servers of reward models and a teacher on the job's devices; they free their device memory outside phase SCORE."""
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from grpo_mp import platform
+from grpo_mp.algorithms.distillation_settings import DistillationConfig
 from grpo_mp.checkpoint.hf_reader import has_hf_weights
-from grpo_mp.config import Settings
+from grpo_mp.config.sections import ModelConfig
 from grpo_mp.distributed.process_groups import all_gather
 from grpo_mp.models.tokenizer import load_tokenizer
 from grpo_mp.rewards.reward_model import Server
+from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rewards.teacher import SECTION, first_difference
 from grpo_mp.rollout.client import EngineClient
-from grpo_mp.rollout.engine_args import FP32_HEAD, EngineSpec, check_arguments
+from grpo_mp.rollout.engine_args import EngineSpec, check_arguments
 from grpo_mp.rollout.hosted_engine import START_TIMEOUT_S
 from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.rollout.sglang_source import model_classes
@@ -39,28 +41,27 @@ class RewardServers:
 
     def __init__(
         self,
-        settings: Settings,
         models: Mapping[str, ServedModelConfig],
-        rank: int,
+        spec: EngineSpec,
+        logs: Path,
         ranks_per_node: int,
         host_ranks: Sequence[int],
+        request_timeout_s: float,
     ) -> None:
         """Assign servers to this rank without starting them.
 
-        `models`: reward models by their names in the settings, and the teacher as TEACHER; `host_ranks`: ranks that
-        host engines.
+        `models`: reward models by their names in the settings, and the teacher as TEACHER; `spec`: see `server_spec`;
+        `logs`: folder; `host_ranks`: ranks that host engines.
         """
         self._models = models
-        self._settings = settings
-        self._rank = rank
+        self._rank = rank = spec.rank
         self._host_ranks = host_ranks
+        self._request_timeout_s = request_timeout_s
         self._node = range(rank // ranks_per_node * ranks_per_node, (rank // ranks_per_node + 1) * ranks_per_node)
         self._own = {
-            name: EngineProcess(
-                spec, settings.run.folder / "logs" / f"{log_name(name)}_{spec.index}.log", log_name(name)
-            )
+            name: EngineProcess(own, logs / f"{log_name(name)}_{own.index}.log", log_name(name))
             for name, model in models.items()
-            if (spec := server_spec(settings, model, rank, not platform.on_cuda(), has_head=name != TEACHER))
+            if (own := server_spec(model, spec, has_head=name != TEACHER))
         }
         self._clients: list[EngineClient] = []
         self._servers = 0  # number of servers that score this rank's groups
@@ -77,13 +78,13 @@ class RewardServers:
 
         `connect`: callback of each model that takes the servers; `sleeps`: the servers then free their device memory.
         """
-        limit_s, own = self._settings.rollout.group_timeout_s, dict[str, Server]()
+        own = dict[str, Server]()
         for name in self._models:
             if process := self._own.get(name):
                 if platform.on_cuda():
                     process.start()
                 process.wait_ready(START_TIMEOUT_S)
-                client = EngineClient(process.spec.index, process.url, process.headers, limit_s)
+                client = EngineClient(process.spec.index, process.url, process.headers, self._request_timeout_s)
                 self._clients.append(client)
                 if sleeps:
                     self._loop.run(client.release_memory(MEMORY_TAGS))
@@ -133,11 +134,10 @@ class RewardServers:
         self._loop.close()
 
 
-def served_models(settings: Settings, rewards: bool, teacher: bool) -> dict[str, ServedModelConfig]:
-    """Return the models that the job serves: reward models by name if `rewards`, and TEACHER if `teacher`."""
-    models: dict[str, ServedModelConfig] = {**settings.reward.own_models} if rewards else {}
-    distillation = settings.algorithm.distillation
-    if teacher and distillation and distillation.teacher.folder:
+def served_models(reward: RewardConfig | None, distillation: DistillationConfig | None) -> dict[str, ServedModelConfig]:
+    """Return the models that the job serves: the reward models of `reward` by name, and the teacher as TEACHER."""
+    models: dict[str, ServedModelConfig] = {**reward.own_models} if reward else {}
+    if distillation and distillation.teacher.folder:
         models[TEACHER] = distillation.teacher
     return models
 
@@ -159,30 +159,25 @@ def log_name(name: str) -> str:
     return name if name == TEACHER else f"reward_{name}"
 
 
-def server_spec(
-    settings: Settings, model: ServedModelConfig, rank: int, cpu: bool, has_head: bool = True
-) -> EngineSpec | None:
+def server_spec(model: ServedModelConfig, spec: EngineSpec, has_head: bool = True) -> EngineSpec | None:
     """Return the specification of the server that a rank hosts; None unless it is the first of the server's ranks.
 
-    `has_head`: the server returns one score for a sequence; False: logprobs of its tokens.
+    `spec`: that of an engine of the policy on one GPU of the rank; `has_head`: the server returns one score for a
+    sequence; False: logprobs of its tokens.
     """
     assert model.folder
-    if rank % model.gpus_per_server:
+    if spec.rank % model.gpus_per_server:
         return None
-    asleep = {} if cpu else {"enable_weights_cpu_backup": True}
-    output = {"is_embedding": True} if has_head else {FP32_HEAD: settings.model.fp32_head}
-    return EngineSpec(
-        index=rank // model.gpus_per_server,
-        rank=rank,
+    return replace(
+        spec,
+        index=spec.rank // model.gpus_per_server,
         model=model.folder,
-        dtype=settings.model.dtype,
-        context_tokens=settings.max_request_tokens,
-        seed=settings.run.seed,
         gpus=model.gpus_per_server,
-        cpu=cpu,
-        trust_remote_code=settings.model.trust_remote_code,
-        first_gpu=0 if cpu else int(os.environ.get("LOCAL_RANK", 0)),
-        args={**model.args, **asleep, **output},
+        args={
+            **model.args,
+            **({} if spec.cpu else {"enable_weights_cpu_backup": True}),
+            **({"is_embedding": True} if has_head else spec.args),
+        },
     )
 
 
@@ -192,11 +187,18 @@ def share_of(servers: Sequence[Server], index: int, hosts: int) -> Sequence[Serv
 
 
 def check_served_models(
-    settings: Settings, tokenizer: PreTrainedTokenizerBase, world_size: int, ranks_per_node: int, teacher: bool = True
+    models: Mapping[str, ServedModelConfig],
+    policy: ModelConfig,
+    request_tokens: int,
+    tokenizer: PreTrainedTokenizerBase,
+    world_size: int,
+    ranks_per_node: int,
 ) -> None:
-    """Check that the folders of the reward models and the teacher can be served and have the policy's tokenizer."""
-    trust = settings.model.trust_remote_code
-    for name, model in served_models(settings, rewards=True, teacher=teacher).items():
+    """Check that the folders of the reward models and the teacher can be served and have the policy's tokenizer.
+
+    `request_tokens`: length of the longest request.
+    """
+    for name, model in models.items():
         section, gpus = SECTION if name == TEACHER else "reward.model", model.gpus_per_server
         if gpus < 1 or ranks_per_node % gpus or world_size % gpus:
             raise UserError(
@@ -205,42 +207,41 @@ def check_served_models(
             )
         check_arguments({name: value for name, value in model.args.items() if name != "tp_size"}, f"{section}.args")
         assert model.folder
-        _check_folder(model.folder, f"{section}.path={model.folder}", name == TEACHER, settings.max_request_tokens)
-        kind = "teacher" if name == TEACHER else "reward model"
-        remedy = f"take a {kind} of the same family"
+        _check_folder(model.folder, f"{section}.path={model.folder}", name == TEACHER, request_tokens)
+        remedy = f"take a {'teacher' if name == TEACHER else 'reward model'} of the same family"
+        trust = policy.trust_remote_code
         check_tokens(model.folder, f"{section}.path", tokenizer, remedy=remedy, trust_remote_code=trust)
 
 
 def _check_folder(folder: Path, where: str, is_teacher: bool, request_tokens: int) -> None:
-    """Check that SGLang can serve the model of a folder as a teacher, or as a reward model.
+    """Check that a folder has weights, a class and positions for a teacher, or for a reward model.
 
-    `where`: the setting, for errors; `request_tokens`: length of the longest request.
+    `where`: the setting, for errors.
     """
     try:
         config = dict(json.loads((folder / "config.json").read_text()))
-        names = [str(name) for name in config.get("architectures") or ()]
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{where}: no Hugging Face folder with a config.json ({one_line(error, 200)})") from error
+    (architecture,) = (config.get("architectures") or [""])[:1]
     endings, kind = (CAUSAL, "causal language model") if is_teacher else (HEADS, "model with a reward head")
-    if not (names and names[0].endswith(endings)):
-        raise UserError(
-            f"{where}: {', '.join(names) or 'its config.json'} names no {kind} (one that ends in {', '.join(endings)})"
-        )
-    if names[0] not in served_architectures():
-        raise UserError(f"{where}: the installed SGLang does not serve {names[0]}: take another model")
-    labels = config.get("num_labels", len(config.get("id2label") or {}) or 2)
-    if not is_teacher and labels != 1 and not names[0].endswith("RewardModel"):
-        raise UserError(f"{where}: it has {labels} labels, and a reward is one number: take a model with one label")
-    if request_tokens > int(config.get("max_position_embeddings") or request_tokens):
-        raise UserError(
-            f"{where}: it has {config['max_position_embeddings']} positions, and a prompt with its response up to "
+    problem = None
+    if not str(architecture).endswith(endings):
+        problem = f"{architecture or 'its config.json'} names no {kind} (one that ends in {', '.join(endings)})"
+    elif architecture not in served_architectures():
+        problem = f"the installed SGLang does not serve {architecture}: take another model"
+    elif request_tokens > int(config.get("max_position_embeddings") or request_tokens):
+        problem = (
+            f"it has {config['max_position_embeddings']} positions, and a prompt with its response up to "
             f"{request_tokens}: lower rollout.max_response_tokens"
         )
-    if not has_hf_weights(folder):
-        raise UserError(
-            f"{where}: it has no weights in Hugging Face's format (safetensors): save them so, or run grpo-mp convert "
-            "on its checkpoint"
-        )
+    elif not has_hf_weights(folder):
+        problem = "it has no weights in Hugging Face's format (safetensors): save them so"
+    elif not is_teacher:
+        labels = config.get("num_labels", len(config.get("id2label") or {}) or 2)
+        if labels != 1 and not architecture.endswith("RewardModel"):
+            problem = f"it has {labels} labels, and a reward is one number: take a model with one label"
+    if problem:
+        raise UserError(f"{where}: {problem}")
 
 
 def check_tokens(

@@ -86,27 +86,26 @@ class Rollout:
         self.owns_devices = not settings.shares_devices  # whether the engines have devices of their own
         self._loop = EventLoopThread(f"engine of rank {rank}")
         self._pause = asyncio.Event()
-        models = served_models(settings, parts.scorer.defers, parts.teacher is not None) if has_engines else {}
+        logs, limit_s = settings.run.folder / "logs", settings.rollout.group_timeout_s
+        reward = settings.reward if has_engines and parts.scorer.defers else None
+        models = served_models(reward, settings.algorithm.distillation if has_engines and parts.teacher else None)
+        base = base_spec(settings.model, settings.max_request_tokens, settings.run.seed, rank, not platform.on_cuda())
         self.reward_servers = (
-            RewardServers(settings, models, rank=rank, ranks_per_node=ranks_per_node, host_ranks=self.host_ranks)
-            if models
-            else None
+            RewardServers(models, base, logs, ranks_per_node, self.host_ranks, limit_s) if models else None
         )
         self.engine: HostedEngine | None = None
         self._node: EngineNode | None = None  # this node's part of an engine whose host is on another node
         if placement := next((placement for placement in placements if placement.rank == rank), None):
-            cpu = not platform.on_cuda()
-            spec = engine_spec(settings, parts.hf, parts.tokenizer, placement, cpu=cpu, load_weights=load_weights)
+            spec = engine_spec(settings, parts.hf, parts.tokenizer, placement, cpu=base.cpu, load_weights=load_weights)
             name = f"engine_{placement.engine}" + (f"_node_{placement.node_rank}" if placement.node_rank else "")
-            process = EngineProcess(spec, settings.run.folder / "logs" / f"{name}.log")
+            process = EngineProcess(spec, logs / f"{name}.log")
             if placement.is_host:
+                # The time limit of a group must expire before that of its request.
                 self.engine = HostedEngine(
-                    *(settings.engine, placement, process),
-                    *(self._loop, self.routing, self.owns_devices),
-                    request_timeout_s=1.5 * settings.rollout.group_timeout_s,  # the group's limit must expire first
+                    *(settings.engine, process, self._loop), self.routing, self.owns_devices, 1.5 * limit_s
                 )
             else:
-                self._node = EngineNode(placement, process)
+                self._node = EngineNode(process)
 
     @property
     def client(self) -> EngineClient | None:
@@ -239,7 +238,7 @@ class Rollout:
         overrides = eval_set.model_dump(include={"max_response_tokens", "temperature", "top_p"})
         sampling = replace(rollout_sampling(settings.rollout), **overrides)
         set_scorer = scorer.with_limit(sampling.max_response_tokens)
-        seed = rollout_seed(settings, name)
+        seed = rollout_seed(settings.run.seed, settings.engine, name)
         task = RolloutTask(
             *(prompts.__getitem__, eval_set.samples, 0, step, sampling),
             pauses=False,
@@ -286,14 +285,30 @@ def rollout_sampling(rollout: RolloutConfig) -> SamplingParams:
     return SamplingParams(rollout.max_response_tokens, rollout.temperature, rollout.top_p, rollout.stop)
 
 
-def rollout_seed(settings: Settings, prompts: str) -> int | None:
+def rollout_seed(run_seed: int, engine: EngineConfig, prompts: str) -> int | None:
     """Return the sampling seed for `prompts` ("train" or an eval set's name); None without `engine.deterministic`."""
-    return sampling_seed(settings.run.seed, prompts) if settings.engine.deterministic else None
+    return sampling_seed(run_seed, prompts) if engine.deterministic else None
 
 
 def engine_seed(run_seed: int, engine: int) -> int:
     """Return the 31-bit seed of an engine's own random generator."""
     return sampling_seed(run_seed, "engine", engine) >> 32
+
+
+def base_spec(model: ModelConfig, context_tokens: int, seed: int, rank: int, cpu: bool) -> EngineSpec:
+    """Return the specification of an engine that computes as the policy does, on one GPU of a rank."""
+    return EngineSpec(
+        index=rank,
+        rank=rank,
+        model=model.path,
+        dtype=model.dtype,
+        context_tokens=context_tokens,
+        seed=seed,
+        cpu=cpu,
+        first_gpu=0 if cpu else int(os.environ.get("LOCAL_RANK", 0)),
+        trust_remote_code=model.trust_remote_code,
+        args={FP32_HEAD: model.fp32_head},
+    )
 
 
 def engine_spec(
@@ -313,26 +328,20 @@ def engine_spec(
     drafting = speculative_arguments(settings.engine, settings.rollout.group_size)
     replay = {ARGUMENT: True} if settings.training.router_replay == "R3" and not load_weights else {}
     seeded = {"enable_deterministic_inference": True} if settings.engine.deterministic else {}
-    head = {FP32_HEAD: settings.model.fp32_head}
+    seed = engine_seed(settings.run.seed, placement.engine)
+    base = base_spec(settings.model, settings.max_request_tokens, seed, placement.rank, cpu)
     in_flight = settings.engine.concurrent_groups * settings.rollout.group_size
     defaults = {} if cpu else cuda_defaults(settings.engine.args, in_flight, settings.rollout.group_timeout_s)
     reads_text = bool(settings.rollout.stop) or settings.rollout.function == "openai_agent"
-    return EngineSpec(
+    return replace(
+        base,
         index=placement.engine,
-        rank=placement.rank,
-        model=settings.model.path,
-        dtype=settings.model.dtype,
-        context_tokens=settings.max_request_tokens,
-        seed=engine_seed(settings.run.seed, placement.engine),
         gpus=settings.engine.gpus_per_engine,
-        cpu=cpu,
         save_tokenizer=tokenizer.save_pretrained if reads_text else None,
-        first_gpu=0 if cpu else int(os.environ.get("LOCAL_RANK", 0)),
         nodes=placement.nodes,
         node_rank=placement.node_rank,
-        trust_remote_code=settings.model.trust_remote_code,
         dummy_weights=not load_weights and (not cpu or bool(precision) or not has_hf_weights(settings.model.path)),
-        args=defaults | settings.engine.args | precision | replay | drafting | seeded | head,
+        args=defaults | settings.engine.args | precision | replay | drafting | seeded | base.args,
     )
 
 

@@ -290,7 +290,7 @@ class RolloutCollector:
             pauses=colocated,
             stopped=lambda: self._stopped,
             routing=self.rollout.routing,
-            seed=rollout_seed(self.settings, "train"),
+            seed=rollout_seed(self.settings.run.seed, self.settings.engine, "train"),
             record=partial(self._record, step),
             record_part=lambda group_id, group: self._journal.append(step, group_id, group, RewardStats(), False),
             recall=partial(self._recall, step),

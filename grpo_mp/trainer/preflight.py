@@ -45,7 +45,7 @@ from grpo_mp.rollout.engine_args import (
 )
 from grpo_mp.rollout.engine_layout import engine_parallelism, engine_placements, engine_uses_fp8
 from grpo_mp.rollout.episodes import EpisodeParts, load_episode_parts
-from grpo_mp.rollout.reward_servers import check_served_models, check_tokens
+from grpo_mp.rollout.reward_servers import check_served_models, check_tokens, served_models
 from grpo_mp.rollout.routed_experts import check_routed_experts
 from grpo_mp.rollout.sglang_source import argument_names
 from grpo_mp.trainer.replay import ReplayedRollouts
@@ -125,7 +125,9 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int, dump
     if problem := settings.warmup_problem:
         raise UserError(problem)
     train.check_size("rollout.prompts_per_step", rollout.prompts_per_step, "prompts", settings.data.train)
-    check_served_models(settings, tokenizer, world_size, ranks_per_node)
+    models = served_models(settings.reward, settings.algorithm.distillation)
+    longest = settings.max_request_tokens
+    check_served_models(models, settings.model, longest, tokenizer, world_size, ranks_per_node)
     scorer = Scorer(
         settings.reward,
         rollout.max_response_tokens,
@@ -173,7 +175,8 @@ def run_generation_preflight(
     if evaluates:
         scorer = scorer.for_evaluations()
     else:
-        check_served_models(settings, tokenizer, world_size, ranks_per_node, teacher=False)
+        models, longest = served_models(settings.reward, None), settings.max_request_tokens
+        check_served_models(models, settings.model, longest, tokenizer, world_size, ranks_per_node)
     return RunInputs(
         hf,
         tokenizer,

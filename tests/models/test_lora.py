@@ -56,7 +56,6 @@ def test_adapters_of_divided_experts_alone_are_refused(tensor: int, expert: int,
 @pytest.mark.parametrize(
     ("model", "megatron_args", "sentence"),
     [
-        ({"target_modules": ["experts.0.up_proj"]}, {}, "write the end of a module's name, without numbers"),
         ({}, {"moe_router_bias_update_rate": 0.1}, "moe_router_bias_update_rate changes a bias of the routers"),
         ({}, {"moe_shared_expert_overlap": True}, "model.lora: training.megatron_args.moe_shared_expert_overlap"),
         (None, {}, "model.lora has no adapters for the multi-token-prediction layer"),

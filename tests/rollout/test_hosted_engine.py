@@ -98,7 +98,7 @@ def host(process: Callable[[EnginePlacement], EngineProcess], store: dist.Store)
     def make(nodes: int = 1, owns_devices: bool = True, **config: Any) -> HostedEngine:
         placement = EnginePlacement(0, 1, 0, nodes)
         settings = EngineConfig.model_validate(config)
-        hosts.append(HostedEngine(settings, placement, process(placement), loop, None, owns_devices, LIMIT_S))
+        hosts.append(HostedEngine(settings, process(placement), loop, None, owns_devices, LIMIT_S))
         hosts[-1].start(store)
         hosts[-1].wait_ready()
         return hosts[-1]
@@ -197,7 +197,7 @@ def test_the_nodes_of_an_engine_start_and_end_together(
         monkeypatch.setenv(name, value)
     placement = EnginePlacement(0, 2, 1, 2)
     node_process = process(placement)
-    node, engine = EngineNode(placement, node_process), host(nodes=2)
+    node, engine = EngineNode(node_process), host(nodes=2)
     node.start(store)
 
     def pid() -> int:

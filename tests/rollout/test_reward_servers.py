@@ -21,6 +21,7 @@ from grpo_mp.rollout.reward_servers import (
     check_served_models,
     served_models,
 )
+from grpo_mp.rollout.rollout import base_spec
 from grpo_mp.utils.errors import EngineError, UserError
 from grpo_mp.utils.types import Prompt, SampleGroup
 from tests.conftest import TinyRun
@@ -32,6 +33,12 @@ def settings(reward: dict[str, Any], **sections: Any) -> Settings:
     return check_settings(MINIMAL_SETTINGS | {"reward": reward} | sections, "test")
 
 
+def check(chosen: Settings, tiny_run: TinyRun, world_size: int, ranks_per_node: int) -> None:
+    models = served_models(chosen.reward, chosen.algorithm.distillation)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_run.model)
+    check_served_models(models, chosen.model, chosen.max_request_tokens, tokenizer, world_size, ranks_per_node)
+
+
 @pytest.fixture(scope="module")
 def folder(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reward_model")
@@ -41,7 +48,7 @@ def folder(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_reward_model_with_the_policys_tokenizer_is_accepted(tiny_run: TinyRun, folder: Path) -> None:
     chosen = settings({"model": {"path": str(folder), "args": {"tp_size": 2}}})
-    check_served_models(chosen, AutoTokenizer.from_pretrained(tiny_run.model), 4, 2)
+    check(chosen, tiny_run, 4, 2)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +112,7 @@ def test_what_a_teacher_allows() -> None:
 
 def refusal(chosen: Settings, tiny_run: TinyRun, ranks: int) -> str:
     with pytest.raises(UserError) as raised:
-        check_served_models(chosen, AutoTokenizer.from_pretrained(tiny_run.model), ranks, ranks)
+        check(chosen, tiny_run, ranks, ranks)
     return str(raised.value)
 
 
@@ -161,8 +168,8 @@ def test_a_plan_counts_the_model_in_score_and_its_copy_on_the_host(folder: Path)
 def test_a_server_that_has_ended_stops_the_run_with_its_log(folder: Path, tmp_path: Path) -> None:
     """Its last lines are shown, not only that a request had no answer; groups that wait are not asked about."""
     chosen = settings({"model": {"path": str(folder)}}, run={"folder": str(tmp_path), "steps": 1})
-    models = served_models(chosen, rewards=True, teacher=True)
-    servers, asked = RewardServers(chosen, models, rank=0, ranks_per_node=1, host_ranks=(0,)), list[SampleGroup]()
+    spec, models = base_spec(chosen.model, 96, 0, rank=0, cpu=True), served_models(chosen.reward, None)
+    servers, asked = RewardServers(models, spec, tmp_path / "logs", 1, (0,), 600.0), list[SampleGroup]()
     servers.launch()
 
     def finish(group: SampleGroup) -> SampleGroup:

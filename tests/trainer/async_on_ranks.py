@@ -233,9 +233,8 @@ def check_versions(settings: Settings, groups: Sequence[SampleGroup]) -> None:
     """Every token is the one that the weights draw whose version it has, and so is its logprob."""
     for group in groups:
         for one in group.samples:
-            seed = sampling_seed(
-                rollout_seed(settings, "train") or 0, group.prompt.index, group.prompt.epoch, one.index
-            )
+            run_seed = rollout_seed(settings.run.seed, settings.engine, "train") or 0
+            seed = sampling_seed(run_seed, group.prompt.index, group.prompt.epoch, one.index)
             drawn = enumerate(one.weight_versions)
             assert one.tokens == tuple(token_of(seed, place, version) for place, version in drawn)
             assert one.rollout_logprobs == tuple(map(logprob_of, one.tokens, one.weight_versions))

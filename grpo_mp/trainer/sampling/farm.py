@@ -97,7 +97,7 @@ class SampleFarm:
             carried_by_all=frozenset(prompt - first for prompt in window if prompt in done or prompt in running),
             lookahead=lambda: ahead,
             pauses=False,
-            seed=rollout_seed(self.settings, "train"),
+            seed=rollout_seed(self.settings.run.seed, self.settings.engine, "train"),
             record=self._record,
             forgets=True,
         )
