@@ -341,7 +341,7 @@ def engine_spec(
         nodes=placement.nodes,
         node_rank=placement.node_rank,
         dummy_weights=not load_weights and (not cpu or bool(precision) or not has_hf_weights(settings.model.path)),
-        args=defaults | settings.engine.args | precision | replay | drafting | seeded | base.args,
+        args=defaults | settings.engine.args | precision | replay | drafting | seeded | dict(base.args),
     )
 
 
