@@ -25,7 +25,7 @@ import yaml
 from grpo_mp import platform
 from grpo_mp.checkpoint.run_state import METRICS
 from grpo_mp.monitor.run_folder import read_metrics
-from grpo_mp.planner.clusters import PROFILES, cluster_of
+from grpo_mp.planner.clusters import PROFILES, cluster_names
 from grpo_mp.utils.errors import UserError, exit_with
 from grpo_mp.utils.parsers import Parser, positive_int
 from tools.smoke_rates import measure_rates
@@ -287,6 +287,15 @@ def _parser() -> Parser:
     parser.add_argument("--out", type=Path, default=Path("runs/smoke"), help="folder of models, runs and logs")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="checks to run")
     return parser
+
+
+def cluster_of(device: str) -> str | None:
+    """Return the shipped profile that fits a CUDA device name such as "NVIDIA H100 80GB HBM3", or None."""
+    known = {name: name.split("-") for name in cluster_names()}
+    words = device.upper().replace("-", " ").split()
+    fitting = [name for name, parts in known.items() if parts[0].upper() in words]
+    by_memory = [name for name in fitting if any(word.startswith(known[name][-1]) for word in words)]
+    return next(iter([*by_memory, *fitting]), None)
 
 
 if __name__ == "__main__":

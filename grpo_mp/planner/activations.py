@@ -8,11 +8,21 @@ With training.fp8_format, Transformer Engine also saves the quantized weights of
 column-wise (modules `linear.py` and `grouped_linear.py`). That it saves some inputs in FP8 is not counted.
 """
 
+from typing import NamedTuple
+
 from grpo_mp.planner.clusters import OVERHEADS
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.policy.parameter_bytes import DTYPE_BYTES
 
 FP8_BYTES = 1 + 4 / 128  # per element of blockwise FP8: the value and 1/128 of a float32 scale
+
+
+class LayerBytes(NamedTuple):
+    """Bytes of one layer and micro-batch: saved for the backward pass, and at the peak of each pass."""
+
+    saved: float
+    forward: float
+    backward: float
 
 
 def activation_bytes(job: PlannedJob, stage: int, head: float) -> float:
@@ -21,27 +31,21 @@ def activation_bytes(job: PlannedJob, stage: int, head: float) -> float:
     `head`: bytes of the output head. They are free again when a layer's backward pass begins, so the layer's working
     memory counts only where it exceeds them.
     """
-    layers = job.stage_layers[stage]
+    layers = [layer_bytes(job, layer) for layer in job.stage_layers[stage]]
     if job.settings.training.recompute == "full":
         # Full recomputation stores only the layer's input.
-        tokens = job.microbatch_tokens / job.settings.layout.context / job.settings.layout.tensor
-        kept = len(layers) * tokens * job.model.hidden_size * DTYPE_BYTES[job.settings.model.dtype]
-        working = max((backward_bytes(job, layer) for layer in layers), default=0.0)
+        kept = len(layers) * job.model.hidden_size / job.settings.layout.tensor * _element_bytes(job)
+        working = max((layer.backward for layer in layers), default=0.0)
     else:
-        kept = sum(_layer_bytes(job, layer) for layer in layers) + len(layers) * _quantized_weight_bytes(job, stage)
-        working = max((backward_bytes(job, layer) - _layer_bytes(job, layer) for layer in layers), default=0.0)
+        kept = sum(layer.saved for layer in layers) + len(layers) * _quantized_weight_bytes(job, stage)
+        working = max((layer.backward - layer.saved for layer in layers), default=0.0)
     return kept * _microbatches_in_flight(job, stage) + max(0.0, working - head)
 
 
 def forward_bytes(job: PlannedJob, stage: int) -> float:
     """Return the peak activation memory of a forward pass without gradients: that of the largest layer."""
-    return max(
-        (
-            _peak_elements(job, layer) * _element_bytes(job) + _quantized_weight_bytes(job, stage, copies=1)
-            for layer in job.stage_layers[stage]
-        ),
-        default=0.0,
-    )
+    peaks = (layer_bytes(job, layer).forward for layer in job.stage_layers[stage])
+    return max(peaks, default=0.0) + _quantized_weight_bytes(job, stage, copies=1)
 
 
 def logits_bytes(job: PlannedJob, stage: int, backward: bool) -> float:
@@ -64,12 +68,6 @@ def logits_bytes(job: PlannedJob, stage: int, backward: bool) -> float:
     return chunk + hidden + backward * (hidden + weights)
 
 
-def _layer_bytes(job: PlannedJob, layer: int) -> float:
-    """Return the bytes that one layer saves of a micro-batch for its backward pass, without recomputation."""
-    routed = _received_copies(job, layer) * (job.model.hidden_size + _expert_elements(job))
-    return (_dense_elements(job, layer) + routed) * _element_bytes(job)
-
-
 def _quantized_weight_bytes(job: PlannedJob, stage: int, copies: int = 2) -> float:
     """Return the bytes of one layer's weights in FP8; 0 without training.fp8_format.
 
@@ -80,73 +78,51 @@ def _quantized_weight_bytes(job: PlannedJob, stage: int, copies: int = 2) -> flo
     return copies * FP8_BYTES * job.parameter_counts[stage].total / max(1, len(job.stage_layers[stage]))
 
 
-def backward_bytes(job: PlannedJob, layer: int) -> float:
-    """Return the peak memory of one layer in its backward pass: the larger of routed experts and the rest of the layer.
+def layer_bytes(job: PlannedJob, layer: int) -> LayerBytes:
+    """Return the bytes of one layer and micro-batch, without recomputation.
 
-    Gradients of the experts and gradients of the rest never exist at the same time.
+    Each token copy that reaches a rank's experts is held four times in the forward pass besides the experts' gate and
+    up outputs and their weighted product: as received, sorted by expert, as expert output, and unsorted for the
+    combine. Gradients of the experts and gradients of the rest never exist at the same time.
     """
-    outside = _dense_elements(job, layer) * (1 + OVERHEADS.activation_gradients)
-    gradients = _received_copies(job, layer) * (2 * job.model.hidden_size + _expert_elements(job))
-    return max(
-        outside, _layer_bytes(job, layer) / _element_bytes(job) + gradients, _peak_elements(job, layer)
-    ) * _element_bytes(job)
+    model, layout = job.model, job.settings.layout
+    gathered = model.hidden_size if layout.tensor > 1 else 0
+    # The first term: four tensors of the sequence shard around the two norms.
+    dense = 4 * model.hidden_size / layout.tensor + gathered + _attention_elements(job, layer)
+    received = expert = 0.0
+    if job.is_moe_layer(layer):
+        received = model.experts_per_token * layout.expert_tensor / layout.tensor * OVERHEADS.expert_imbalance
+        expert = 3 * model.moe_ffn_hidden_size / layout.expert_tensor
+        dense += gathered + 3 * model.shared_expert_size / layout.tensor if model.shared_expert_size else 0
+        dense += 3 * model.num_experts * 2 / layout.tensor  # 2: float32 router logits
+    else:
+        dense += gathered + 3 * model.ffn_hidden_size / layout.tensor
 
-
-def _peak_elements(job: PlannedJob, layer: int) -> float:
-    """Return the elements per token at the peak of a layer's forward pass.
-
-    Each token copy that reaches a rank's experts is held four times besides the experts' intermediates: as received,
-    sorted by expert, as expert output, and unsorted for the combine.
-    """
-    received = _received_copies(job, layer)
-    return _dense_elements(job, layer) + received * (4 * job.model.hidden_size + _expert_elements(job))
+    saved = dense + received * (model.hidden_size + expert)
+    forward = dense + received * (4 * model.hidden_size + expert)
+    backward = saved + received * (2 * model.hidden_size + expert)
+    backward = max(dense * (1 + OVERHEADS.activation_gradients), backward, forward)
+    return LayerBytes(*(elements * _element_bytes(job) for elements in (saved, forward, backward)))
 
 
 def _element_bytes(job: PlannedJob) -> float:
     return job.microbatch_tokens / job.settings.layout.context * DTYPE_BYTES[job.settings.model.dtype]
 
 
-def _received_copies(job: PlannedJob, layer: int) -> float:
-    layout = job.settings.layout
-    if not job.is_moe_layer(layer):
-        return 0.0
-    return job.model.experts_per_token * layout.expert_tensor / layout.tensor * OVERHEADS.expert_imbalance
-
-
-def _expert_elements(job: PlannedJob) -> float:
-    """Return the elements that an expert saves per token copy: gate and up outputs, and their weighted product."""
-    return 3 * job.model.moe_ffn_hidden_size / job.settings.layout.expert_tensor
-
-
-def _dense_elements(job: PlannedJob, layer: int) -> float:
-    model, layout = job.model, job.settings.layout
-    gathered = model.hidden_size if layout.tensor > 1 else 0
-    # The first term: four tensors of the sequence shard around the two norms.
-    per_token = 4 * model.hidden_size / layout.tensor + gathered + _attention_elements(job, layer)
-    if not job.is_moe_layer(layer):
-        return per_token + gathered + 3 * model.ffn_hidden_size / layout.tensor
-    shared = gathered + 3 * model.shared_expert_size / layout.tensor if model.shared_expert_size else 0
-    return per_token + shared + 3 * model.num_experts * 2 / layout.tensor  # 2: float32 router logits
-
-
 def _attention_elements(job: PlannedJob, layer: int) -> float:
     """Return the elements per token that attention saves: projections, their rotary embeddings, and the heads' output.
 
     With latent attention the fused rotary kernel changes queries in place, and the projection from which it builds keys
-    and values is freed. With shared prompts each response's attention holds a copy of the prompt's keys and values.
+    and values is freed. Copies of a shared prompt's keys are not counted.
     """
-    model = job.model
-    tensor = job.settings.layout.tensor
-    expanded = job.expanded_keys
-    if model.linear and layer in model.linear.layers:
-        linear = model.linear
+    model, tensor, linear = job.model, job.settings.layout.tensor, job.model.linear
+    if linear and layer in linear.layers:
         values = linear.value_heads * linear.value_dim
         # Projections, convolution, normed queries and keys of each value head, output before and after its gate.
         return (2 * linear.channels + 2 * linear.value_heads * linear.key_dim + 4 * values) / tensor
     if model.mla_cache_dim:
-        per_head = 2 * model.qk_head_dim + 2 * model.v_head_dim + expanded * (model.qk_head_dim + model.v_head_dim)
-        return model.num_heads / tensor * per_head + 2 * model.mla_cache_dim
-    heads = 2 * (model.num_heads + 2 * model.num_kv_heads) + model.num_heads + expanded * 2 * model.num_kv_heads
+        return model.num_heads / tensor * 2 * (model.qk_head_dim + model.v_head_dim) + 2 * model.mla_cache_dim
+    heads = 2 * (model.num_heads + 2 * model.num_kv_heads) + model.num_heads
     return heads * model.qk_head_dim / tensor
 
 

@@ -80,15 +80,6 @@ def _shipped() -> dict[str, Any]:
     return yaml.safe_load(PROFILES.read_text())
 
 
-def cluster_of(device: str) -> str | None:
-    """Return the shipped profile that fits a CUDA device name such as "NVIDIA H100 80GB HBM3", or None."""
-    known = {name: name.split("-") for name in cluster_names()}
-    words = device.upper().replace("-", " ").split()
-    fitting = [name for name, parts in known.items() if parts[0].upper() in words]
-    by_memory = [name for name in fitting if any(word.startswith(known[name][-1]) for word in words)]
-    return next(iter([*by_memory, *fitting]), None)
-
-
 def _parse_profile(name: str, values: Any) -> Cluster:
     if not isinstance(values, dict):
         raise UserError(f"cluster {name}: expected numbers by name, found {type(values).__name__}")

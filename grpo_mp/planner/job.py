@@ -259,19 +259,6 @@ class PlannedJob:
         update_tokens = self.settings.samples_per_step // training.updates_per_step * longest
         return min(max(training.max_tokens_per_microbatch, longest), update_tokens)
 
-    @property
-    def expanded_keys(self) -> float:
-        """Return the keys that attention reads per packed token with shared prompts; 0 without them.
-
-        A prompt of the maximum length is packed once, but its keys are copied for each response.
-        """
-        rollout = self.settings.rollout
-        if not self.settings.training.share_prompts:
-            return 0.0
-        prompt, response = rollout.max_prompt_tokens, self.mean_response_tokens
-        responses = min(rollout.group_size, max(1.0, (self.microbatch_tokens - prompt) / response))
-        return (prompt + responses * (prompt + response)) / (prompt + responses * response)
-
     def responses(self, samples: int) -> tuple[int, ...]:
         """Return assumed lengths of responses [tokens]."""
         return response_lengths(samples, self.mean_response_tokens, self.settings.rollout.max_response_tokens)

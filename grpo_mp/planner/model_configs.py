@@ -32,7 +32,7 @@ def find_config(
         return HfConfig.read(file.parent, name=file.name), str(file)
     name = published_name(path.name)
     if name is None:
-        by_lower = {known.lower(): known for known in published_names()}
+        by_lower = {known.lower(): known for known in published_models()}
         found = difflib.get_close_matches(path.name.lower(), by_lower, n=NEAREST, cutoff=0.0)
         nearest = [by_lower[name] for name in found]
         raise UserError(
@@ -42,22 +42,17 @@ def find_config(
     return HfConfig(path, named_config(name).values), f"the published {name} ({setting} is not on this machine)"
 
 
-def published_names() -> tuple[str, ...]:
-    """Return the names of all published models whose config is shipped."""
-    return tuple(_named_values())
-
-
 def published_name(folder: str) -> str | None:
     """Return the published model that a folder's name denotes, or None."""
     name = folder.lower()
     for ending in sorted(NUMBER_FORMATS, key=len, reverse=True):
         name = name.removesuffix(ending)
-    return next((known for known in published_names() if known.lower() == name), None)
+    return next((known for known in published_models() if known.lower() == name), None)
 
 
 def named_config(name: str) -> HfConfig:
     """Return the config of a published model."""
-    return HfConfig(Path(name), _named_values()[name])
+    return HfConfig(Path(name), published_models()[name])
 
 
 def published_config(file: str) -> HfConfig:
@@ -66,7 +61,8 @@ def published_config(file: str) -> HfConfig:
 
 
 @cache
-def _named_values() -> dict[str, dict[str, Any]]:
+def published_models() -> dict[str, dict[str, Any]]:
+    """Return the values of all shipped configs by the published name of their model."""
     return {
         name: published_config(entry["config"]).values | entry.get("differs", {})
         for entry in yaml.safe_load(NAMES.read_text())

@@ -21,10 +21,7 @@ StageLayers = tuple[tuple[int, ...], ...]  # [stage]: the stage's layers, over a
 
 
 def layers_of_stages(num_layers: int, layout: LayoutConfig, megatron: Mapping[str, Any]) -> StageLayers:
-    """Return the layers of each pipeline stage.
-
-    Megatron's fields must place exactly `num_layers` layers.
-    """
+    """Return the layers of each pipeline stage."""
     if megatron.get(PIPELINE_LAYOUT):
         chunks = _parse_pipeline_layout(megatron[PIPELINE_LAYOUT])
     else:
@@ -77,11 +74,6 @@ def _parse_pipeline_layout(value: Any) -> list[int]:
         for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
             value = re.sub(pattern, lambda match: match[1] * int(match[2]), value)
         return [chunk.count("t") for chunk in value.split("|")]
-    if not isinstance(value, list) or not all(isinstance(chunk, list) for chunk in value):
-        raise UserError(
-            f"training.megatron_args.{PIPELINE_LAYOUT}: expected text like Et*3|t*3L, or a list of lists of names, "
-            f"found {value!r}"
-        )
     return [chunk.count("decoder") for chunk in value]
 
 

@@ -7,6 +7,7 @@ from grpo_mp.algorithms.settings import needs_old_logprobs
 from grpo_mp.planner.engine_use import check_use, generation_use, save_moves_use, sleep_use, sync_use
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.memory import (
+    BEFORE_TRAINING,
     BESIDE_A_SAVE,
     BytesByKind,
     MemoryPlan,
@@ -18,7 +19,6 @@ from grpo_mp.planner.memory import (
 from grpo_mp.planner.resource_use import ResourceUse, TimeEstimate, estimate_time, logprob_use, optimizer_use, train_use
 from grpo_mp.utils.phases import GIB
 
-ONCE_PER_RUN = (SubPhase.START, SubPhase.LOAD)
 ON_BOTH = (SubPhase.SYNC, SubPhase.CHECK)  # engines and trainer both take part, so nothing overlaps
 
 
@@ -32,7 +32,7 @@ class Plan:
     times: Mapping[SubPhase, TimeEstimate]
 
     def seconds(self, sub_phase: SubPhase) -> float:
-        if sub_phase in ONCE_PER_RUN or sub_phase not in self.times:
+        if sub_phase not in self.times:
             return 0.0
         save_every = self.job.settings.run.save_every
         times = (1 / save_every if save_every else 0.0) if sub_phase is SubPhase.SAVE else 1.0
@@ -57,14 +57,14 @@ def make_plan(job: PlannedJob) -> Plan:
     """Plan a job."""
     memory = plan_memory(job)
     uses = {
-        SubPhase.LOAD: _load_use(job),
         SubPhase.TRAIN: train_use(job),
         SubPhase.OPTIMIZER: optimizer_use(job, job.largest_stage),
     }
     if not job.trains_only:
         uses |= _rollout_uses(job, memory)
     uses[SubPhase.SAVE] = _save_use(job, uses)
-    uses = {sub_phase: uses.get(sub_phase, ResourceUse()) for sub_phase in SubPhase if sub_phase in memory.host}
+    of_a_step = [sub_phase for sub_phase in memory.host if sub_phase not in BEFORE_TRAINING]
+    uses = {sub_phase: uses.get(sub_phase, ResourceUse()) for sub_phase in of_a_step}
     times = {sub_phase: estimate_time(use, job.cluster) for sub_phase, use in uses.items()}
     return Plan(job, memory, uses=uses, times=times)
 
@@ -92,20 +92,6 @@ def _rollout_uses(job: PlannedJob, memory: MemoryPlan) -> dict[SubPhase, Resourc
 def _suspended_bytes(job: PlannedJob) -> float:
     in_use, suspended = communicator_bytes(job)
     return (in_use - suspended) * job.offloads
-
-
-def _load_use(job: PlannedJob) -> ResourceUse:
-    """Return the resource use of one GPU for resuming from a checkpoint; a fresh start reads only the weights.
-
-    Each rank reads its weights (replicas on the node read them again), the reference's weights, and its optimizer
-    shard.
-    """
-    per_parameter, stage = job.per_parameter, job.largest_stage
-    weights = job.held_weight_bytes[stage]
-    state = job.trained_share(stage) * per_parameter.saved_state
-    reference = job.policy_trained_counts[stage].total * per_parameter.weights * job.has_reference
-    read = (weights + reference + state) * min(job.gpus_per_node, job.train_ranks)
-    return ResourceUse(disk_bytes=read, host_link_bytes=weights + state)
 
 
 def save_uses(job: PlannedJob) -> tuple[ResourceUse, ResourceUse]:

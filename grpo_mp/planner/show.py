@@ -64,7 +64,7 @@ def _time_table(plan: Plan) -> Table:
         flops = use.flops + use.fp8_flops
         tflop = f"{flops / TERA:,.0f}" if flops else ""
         rows.append((str(sub_phase), tflop, *gigabytes, f"{time.expected_s:,.1f}", costliest))
-    return _table("One step on one GPU (start and load: once)", TIME_COLUMNS, rows)
+    return _table("One step on one GPU", TIME_COLUMNS, rows)
 
 
 def _step_notes(plan: Plan) -> list[str]:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from grpo_mp.planner.activations import backward_bytes, forward_bytes, logits_bytes
+from grpo_mp.planner.activations import forward_bytes, layer_bytes, logits_bytes
 from grpo_mp.planner.memory import MemoryPlan, SubPhase, plan_memory
 from tests.planner.jobs import job_of
 
@@ -76,7 +76,7 @@ def test_activations_of_a_layer_and_of_the_output_head_are_not_there_at_once(row
     layer, head = forward_bytes(job, 0), logits_bytes(job, 0, backward=False)
     assert (layer > head) == (rows == 64)
     assert logprob == max(layer, head)
-    inputs, layer, head = 28 * 4096 * 3584 * 2, backward_bytes(job, 0), logits_bytes(job, 0, backward=True)
+    inputs, layer, head = 28 * 4096 * 3584 * 2, layer_bytes(job, 0).backward, logits_bytes(job, 0, backward=True)
     assert train == inputs + max(layer, head)
 
 

@@ -13,8 +13,8 @@ from grpo_mp.planner.model_configs import (
     PUBLISHED,
     find_config,
     named_config,
+    published_models,
     published_name,
-    published_names,
 )
 from grpo_mp.planner.parameter_count import local_parameter_counts
 from grpo_mp.utils.errors import UserError
@@ -58,8 +58,8 @@ def test_every_name_is_there_once_and_of_a_supported_family() -> None:
     counts = Counter(name.lower() for entry in entries for name in entry["names"])
     assert set(counts.values()) == {1}
     assert {entry["config"] for entry in entries} == {file.stem for file in PUBLISHED.glob("*.json")}
-    assert {named_config(name).model_type for name in published_names()} == set(FAMILIES)
-    for name in set(published_names()) - set(REFUSED):
+    assert {named_config(name).model_type for name in published_models()} == set(FAMILIES)
+    for name in set(published_models()) - set(REFUSED):
         assert family_of(named_config(name)).config(named_config(name))
 
 

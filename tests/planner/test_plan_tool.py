@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from grpo_mp.config import load_settings
-from grpo_mp.planner.clusters import PROFILES, cluster_of, read_cluster
+from grpo_mp.planner.clusters import PROFILES, read_cluster
 from grpo_mp.planner.job import make_job
 from grpo_mp.planner.memory import total_bytes
 from grpo_mp.planner.model_configs import find_config
@@ -112,8 +112,3 @@ def test_bad_input_ends_with_one_sentence(plan: Plan, tmp_path: Path, arguments:
     assert result.status == 2
     assert re.search(sentence, result.err), result.err
     assert result.err.count("\n") == 1
-
-
-def test_the_profile_of_a_device_by_its_name_in_cuda() -> None:
-    names = ("NVIDIA A100-SXM4-40GB", "NVIDIA H100 80GB HBM3", "NVIDIA GH200 480GB")
-    assert [cluster_of(name) for name in names] == ["a100-40", "h100-80", None]
