@@ -133,8 +133,7 @@ def run(job: SamplingJob, inputs: RunInputs) -> None:
     if int(os.environ.get("RANK", 0)) == 0:
         with run_lock(job.folder):
             claim_run_folder(job.folder, dump_settings(job.settings))
-            answered = write_answers(job, inputs, prompts, throughput)
-        check_answered(job, answered, len(prompts))
+            write_answers(job, inputs, prompts, throughput)
 
 
 def check_folder(job: SamplingJob, inputs: RunInputs) -> None:
@@ -173,8 +172,8 @@ def generate(job: SamplingJob, inputs: RunInputs, prompts: Sequence[Prompt]) -> 
     return throughput.to_dict()
 
 
-def write_answers(job: SamplingJob, inputs: RunInputs, prompts: Sequence[Prompt], throughput: Any) -> int:
-    """Write samples, pass rates and summary, print the summary, and return the number of answered prompts."""
+def write_answers(job: SamplingJob, inputs: RunInputs, prompts: Sequence[Prompt], throughput: Any) -> None:
+    """Write samples, pass rates and summary, and print the summary."""
     facts = {
         "model": str(job.settings.model.path),
         "checkpoint": str(job.checkpoint) if job.checkpoint else None,
@@ -199,20 +198,6 @@ def write_answers(job: SamplingJob, inputs: RunInputs, prompts: Sequence[Prompt]
         print(f"engines: {throughput['tokens']:,} tokens in {throughput['seconds']:.1f} s")
     for label, name in (("Samples", SAMPLES), ("Pass rates", PASS_RATES), ("Summary", SUMMARY)):
         print(f"{label + ':':<11} {job.folder / name}")
-    return int(summary["answered_prompts"])
-
-
-MAX_UNANSWERED = 0.01  # share of the prompts
-
-
-def check_answered(job: SamplingJob, answered: int, prompts: int) -> None:
-    """Raise UserError if the share of unanswered prompts, which biases the data, exceeds MAX_UNANSWERED."""
-    missing = prompts - answered
-    if missing > MAX_UNANSWERED * prompts:
-        raise UserError(
-            f"{job.folder}: {missing:,} of {prompts:,} prompts have no answers after rollout.group_timeout_s="
-            f"{job.settings.rollout.group_timeout_s:g}: the same command asks them again; raise it"
-        )
 
 
 if __name__ == "__main__":

@@ -37,28 +37,6 @@ LOST_LOGPROBS = "mismatch/tokens_without_rollout_logprob"  # summed over the upd
 SOLVE_BINS = ("none", "to_25", "to_50", "to_75", "to_99", "all")  # percent of right answers in a group
 
 
-def group_differences(rewards: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Return mean standard deviation within groups and share of groups with equal rewards; empty without groups."""
-    if not rewards:
-        return {}
-    return {
-        "reward/group_std": statistics.fmean(map(statistics.pstdev, rewards)),
-        "reward/zero_std_ratio": statistics.fmean(len(set(group)) == 1 for group in rewards),
-    }
-
-
-def reward_summary(rewards: Sequence[float]) -> dict[str, float]:
-    """Return mean, standard deviation and range of a step's rewards; empty without rewards."""
-    if not rewards:
-        return {}
-    return {
-        "reward/mean": statistics.fmean(rewards),
-        "reward/std": statistics.pstdev(rewards),
-        "reward/min": min(rewards),
-        "reward/max": max(rewards),
-    }
-
-
 def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[str, float]:
     """Return metrics of rewards, lengths and weight versions. `weight_version`: newest version when the step began."""
     rewards = [info.reward for info in infos if info.is_scored]
@@ -72,13 +50,28 @@ def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[st
         if info.is_correct is not None:  # growing wrong answers: length bias of arXiv 2503.20783
             by_answer["correct" if info.is_correct else "incorrect"].append(info.all_response_tokens)
     right, rates = accuracy(infos), solve_rates(infos)
-    solved = {"rollout/solve_all": rates.count(1.0), "rollout/solve_none": rates.count(0.0), **solve_rate_shares(rates)}
+    bins = [sum(rate > limit for limit in (0.0, 0.25, 0.5, 0.75)) + (rate == 1.0) for rate in rates]
+    solved = {
+        "rollout/solve_all": rates.count(1.0),
+        "rollout/solve_none": rates.count(0.0),
+        **{
+            metric_name("rollout/solve_rate/{share}", share=share): bins.count(number) / len(bins)
+            for number, share in enumerate(SOLVE_BINS)
+            if bins
+        },
+    }
     parts = [part for info in infos for part in info.sequences if part.verify_steps]
     accepted = [part.generated_tokens / part.verify_steps for part in parts]
+    spread = dict[str, float]()
+    if rewards:
+        spread |= {"reward/mean": statistics.fmean(rewards), "reward/std": statistics.pstdev(rewards)}
+        spread |= {"reward/min": min(rewards), "reward/max": max(rewards)}
+    if groups := [group for group in by_group.values() if len(group) > 1]:
+        spread["reward/group_std"] = statistics.fmean(map(statistics.pstdev, groups))
+        spread["reward/zero_std_ratio"] = statistics.fmean(len(set(group)) == 1 for group in groups)
     lag = sum(weight_version * info.all_response_tokens - info.versions_sum for info in infos)
     return {
-        **reward_summary(rewards),
-        **group_differences([group for group in by_group.values() if len(group) > 1]),
+        **spread,
         **{metric_name("reward/term/{name}", name=term): statistics.fmean(values) for term, values in by_term.items()},
         "rollout/response_length/mean": statistics.fmean(lengths),
         **{
@@ -120,16 +113,6 @@ def solve_rates(infos: Sequence[SampleInfo]) -> list[float]:
     for info in infos:
         groups[info.group_id].append(info)
     return [share for group in groups.values() if (share := accuracy(group)) is not None]
-
-
-def solve_rate_shares(rates: Sequence[float]) -> dict[str, float]:
-    """Return the share of groups in each of SOLVE_BINS. `rates`: share of right answers of each group."""
-    bins = [sum(rate > limit for limit in (0.0, 0.25, 0.5, 0.75)) + (rate == 1.0) for rate in rates]
-    return {
-        metric_name("rollout/solve_rate/{share}", share=share): bins.count(number) / len(bins)
-        for number, share in enumerate(SOLVE_BINS)
-        if bins
-    }
 
 
 def reward_metrics(stats: RewardStats) -> dict[str, float]:
