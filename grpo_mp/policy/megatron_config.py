@@ -54,7 +54,7 @@ RESERVED: dict[str, str] = {  # fields that the run sets itself, with what to do
     "optimizer_cpu_offload": "set optimizer.offload=host",
     "moe_enable_routing_replay": "set training.router_replay",
     **dict.fromkeys(("mtp_num_layers", "mtp_loss_scaling_factor"), "set model.mtp_loss_scaling_factor"),
-    **{"fp8": "set training.fp8_format", "fp8_recipe": "set training.fp8_recipe"},
+    **{"fp8": "set training.fp8_format", "fp8_recipe": "blockwise is the only one"},
     **dict.fromkeys(("fp8_param", "fp8_param_gather"), "a weight sync and checkpoints read weights in model.dtype"),
     "perform_initialization": "every weight is read from the checkpoint",
     **dict.fromkeys(ARCHITECTURE, "it is the model's, whose config.json says it"),
