@@ -7,7 +7,6 @@ warnings are also printed. --trace also writes RUN/trace.json, the timelines of 
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.files import write_atomically
 from grpo_mp.utils.parsers import Parser
 
@@ -28,12 +27,9 @@ def main(arguments: Sequence[str]) -> int:
 
     report = build_report(read_run(args.run))
     page = render(report)
-    try:
-        if args.trace:
-            merge_traces(args.run)
-        write_atomically(out, page, make_folder=False)
-    except FileNotFoundError as error:
-        raise UserError(f"{error.filename}: its folder does not exist: no page is written") from error
+    if args.trace:
+        merge_traces(args.run)
+    write_atomically(out, page)
     print(f"{report.run}: {report.verdict}")
     print(render_findings(report.warnings), f"{out}: {len(page.encode()) / 2**20:.1f} MiB", sep="\n")
     return 0

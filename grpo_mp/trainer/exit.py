@@ -170,4 +170,4 @@ def _report_to_launcher(rank: int, message: str, error: Exception) -> None:
         if isinstance(error, EarlyStopError):
             values["may_restart"] = False
         with suppress(OSError):
-            write_atomically(Path(file), json.dumps(values), make_folder=False)
+            write_atomically(Path(file), json.dumps(values))

@@ -42,14 +42,12 @@ def _as_key(key: Any) -> Any:
     return key if is_known else str(key)
 
 
-def write_atomically(file: Path, text: str, make_folder: bool = True, private: bool = False) -> None:
+def write_atomically(file: Path, text: str, private: bool = False) -> None:
     """Write text to a file in UTF-8 and sync it to disk; on failure the file stays as it was.
 
-    `make_folder`: create a missing parent folder, instead of raising FileNotFoundError. `private`: give read and write
-    permission to this user only.
+    `private`: give read and write permission to this user only.
     """
-    if make_folder:
-        file.parent.mkdir(parents=True, exist_ok=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
     opener = open_private if private else None
     with incomplete(file) as temporary, open(temporary, "w", encoding="utf-8", opener=opener) as stream:
         stream.write(text)
@@ -109,9 +107,9 @@ def read_json(file: Path) -> dict[str, Any]:
     return values
 
 
-def write_json(file: Path, values: Mapping[str, Any], make_folder: bool = True, private: bool = False) -> None:
+def write_json(file: Path, values: Mapping[str, Any], private: bool = False) -> None:
     """Write a JSON object to a file with `write_atomically`."""
-    write_atomically(file, json.dumps(values, indent=2), make_folder, private)
+    write_atomically(file, json.dumps(values, indent=2), private)
 
 
 def file_digest(file: Path) -> str:

@@ -64,16 +64,13 @@ class Registry(Generic[T]):
         if isinstance(extension, LazyEntry):
             extension = load_attribute(extension.path, label)
         if self.makes and isinstance(extension, type):
-            extension, args = self._make(extension, label, args or {}), None
+            try:
+                inspect.signature(extension).bind(**(args or {}))
+            except TypeError as error:
+                raise UserError(f"{label}: its arguments: {error}") from error
+            extension, args = extension(**(args or {})), None
         self._check(extension, label, args or {})
         return cast(T, partial(extension, **args) if args else extension)
-
-    def _make(self, extension: type, label: str, args: Mapping[str, Any]) -> Any:
-        try:
-            inspect.signature(extension).bind(**args)
-        except TypeError as error:
-            raise UserError(f"{label}: its arguments: {error}") from error
-        return extension(**args)
 
     def _check(self, extension: Any, label: str, args: Mapping[str, Any]) -> None:
         if self.instance:

@@ -103,14 +103,15 @@ class Sample:
     def __post_init__(self) -> None:
         if not self.tokens:
             raise ValueError(f"sample {self.group_id}/{self.index} has no tokens")
-        if not len(self.tokens) == len(self.rollout_logprobs) == len(self.weight_versions):
-            raise ValueError(f"sample {self.group_id}/{self.index}: tokens, logprobs and versions differ in length")
-        if self.generated and len(self.generated) != len(self.tokens):
-            raise ValueError(f"sample {self.group_id}/{self.index}: tokens and their mask differ in length")
-        if self.teacher_logprobs and len(self.teacher_logprobs) != len(self.tokens):
-            raise ValueError(f"sample {self.group_id}/{self.index}: tokens and the teacher's logprobs differ in length")
-        if self.teacher_topk and not len(self.tokens) == len(self.teacher_topk.ids) == len(self.teacher_topk.logprobs):
-            raise ValueError(f"sample {self.group_id}/{self.index}: tokens and the teacher's top k differ in length")
+        per_token = [
+            self.rollout_logprobs,
+            self.weight_versions,
+            *filter(None, (self.generated, self.teacher_logprobs)),
+        ]
+        if self.teacher_topk:
+            per_token += [self.teacher_topk.ids, self.teacher_topk.logprobs]
+        if {*map(len, per_token)} != {len(self.tokens)}:
+            raise ValueError(f"sample {self.group_id}/{self.index}: its values per token differ in length")
 
     @classmethod
     def from_tokens(
