@@ -103,11 +103,8 @@ class Sample:
     def __post_init__(self) -> None:
         if not self.tokens:
             raise ValueError(f"sample {self.group_id}/{self.index} has no tokens")
-        per_token = [
-            self.rollout_logprobs,
-            self.weight_versions,
-            *filter(None, (self.generated, self.teacher_logprobs)),
-        ]
+        per_token: list[Any] = [self.rollout_logprobs, self.weight_versions]
+        per_token += filter(None, (self.generated, self.teacher_logprobs))
         if self.teacher_topk:
             per_token += [self.teacher_topk.ids, self.teacher_topk.logprobs]
         if {*map(len, per_token)} != {len(self.tokens)}:
