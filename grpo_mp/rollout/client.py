@@ -135,6 +135,7 @@ class EngineClient:
             base_url=url, headers=dict(headers), timeout=timeout_s, limits=limits, trust_env=False
         )
         self._updated = TARGET  # selector of the models in the current weight update
+        self._in_session = False  # whether this SGLang has sessions of weight updates
         self._cache_key = "0"  # weight version: separates radix-cache prefixes of different weights
 
     async def aclose(self) -> None:
@@ -251,7 +252,10 @@ class EngineClient:
     async def begin_weight_update(self, with_draft: bool = False) -> None:
         """Begin a weight update. `with_draft`: also update the drafting layer."""
         self._updated = TARGET_AND_DRAFT if with_draft else TARGET
-        await self._post("/begin_weight_update", self._updated)
+        reply = await self._request("POST", "/begin_weight_update", self._updated)
+        self._in_session = reply.status_code != httpx.codes.NOT_FOUND  # SGLang before 0.5.20 has no sessions
+        if self._in_session:
+            self._check_success("/begin_weight_update", self._check_status("/begin_weight_update", reply))
 
     async def update_weights_from_tensor(self, payloads: Sequence[str], load_format: str | None = None) -> None:
         """Send one bucket of weights: a base64 payload for each of the engine's tensor-parallel ranks.
@@ -267,7 +271,8 @@ class EngineClient:
         Requests sent later never read KV cache of the old weights.
         """
         self._cache_key = str(version)
-        await self._post("/end_weight_update", {})
+        if self._in_session:
+            await self._post("/end_weight_update", {})
         if not keep_cache:
             await self.flush_cache()
         await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
@@ -319,7 +324,9 @@ class EngineClient:
         )
 
     async def _post(self, path: str, body: dict[str, Any]) -> None:
-        reply = await self._call("POST", path, body)
+        self._check_success(path, await self._call("POST", path, body))
+
+    def _check_success(self, path: str, reply: Any) -> None:
         if not (isinstance(reply, dict) and reply.get("success") is True):
             raise self._error(path, _error_message(reply))
 
