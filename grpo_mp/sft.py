@@ -59,7 +59,7 @@ def take_samples(ctx: SftContext) -> SftBatch:
     with ctx.phases.phase(Phase.TRAIN, "samples"):
         count = settings.step_samples(train.epoch_size, ctx.state.samples_seen)
         max_tokens = settings.training.max_tokens_per_microbatch
-        return next_batch(train, cursor, count, settings.data.shuffle, max_tokens, ctx.policy)
+        return next_batch(train, cursor, count, shuffle=settings.data.shuffle, max_tokens=max_tokens, policy=ctx.policy)
 
 
 def update_policy(ctx: SftContext, batch: SftBatch, step: int) -> tuple[UpdateReport, dict[str, float]]:

@@ -138,7 +138,7 @@ def dump_rollouts(ctx: RolloutContext, rollouts: RolloutBatch, step: int) -> Non
     if ctx.settings.rollout.dump and not ctx.inputs.replay:
         with ctx.phases.phase(Phase.SCORE, "dump"):
             own = replace(rollouts, groups=rollouts.of_own_engine)
-            dump_step(ctx.settings.run.folder / FOLDER, step, own, ctx.job.rank, ctx.job.world_size)
+            dump_step(ctx.settings.run.folder / FOLDER, step, own, rank=ctx.job.rank, ranks=ctx.job.world_size)
 
 
 def send_experts(ctx: RolloutContext, rollouts: RolloutBatch, step: int) -> None:
@@ -148,10 +148,12 @@ def send_experts(ctx: RolloutContext, rollouts: RolloutBatch, step: int) -> None
         return
     dp_size = data_parallel_size(settings.layout, job.world_size - job.engine_ranks)
     hidden_size = model_shape(ctx.inputs.hf).hidden_size
-    packing = packing_rule(settings.layout, settings.training, dp_size, hidden_size, settings.model.trains_mtp)
+    packing = packing_rule(
+        settings.layout, settings.training, dp_size, hidden_size=hidden_size, with_mtp=settings.model.trains_mtp
+    )
     rule = StepRule(packing, settings.training, settings.run.seed)
     with ctx.phases.phase(Phase.SCORE):
-        send_routed_experts(rollouts.of_own_engine, rollouts.infos, rule, step, job)
+        send_routed_experts(rollouts.of_own_engine, rollouts.infos, rule, step=step, job=job)
 
 
 def compute_advantages(ctx: TrainContext, rollouts: RolloutBatch, step: int) -> StepBatch:

@@ -77,7 +77,11 @@ def assemble_step_batch(
     sequences, learns = _sequences(infos), [not is_masked(info, settings.algorithm, masks_failed) for info in infos]
     sample_of = tuple(i for i, info in enumerate(infos) for _ in info.sequences)
     packing = packing_rule(
-        settings.layout, settings.training, parallel.dp_size, assembly.hidden_size, settings.model.trains_mtp
+        settings.layout,
+        settings.training,
+        parallel.dp_size,
+        hidden_size=assembly.hidden_size,
+        with_mtp=settings.model.trains_mtp,
     )
     plan = _plan(infos, StepRule(packing, settings.training, settings.run.seed), step)
     samples = _exchange(groups, sequences, plan, assembly)
@@ -89,7 +93,9 @@ def assemble_step_batch(
         weights = token_weights(totals, included, settings.algorithm, settings.rollout.max_response_tokens)
         loss_tokens = sum(total for total, is_included in zip(totals, included, strict=True) if is_included)
         place, loss_weights = parallel.coords, _by_sequence(weights, tokens)
-        batches = microbatches(update, samples, advantages, loss_weights, place.data, context_rank=place.context)
+        batches = microbatches(
+            update, samples, advantages, loss_weights=loss_weights, data_rank=place.data, context_rank=place.context
+        )
         return tuple(replace(batch, entropy_weight=1.0 / max(1, loss_tokens)) for batch in batches)
 
     updates = tuple(map(pack_update, plan))

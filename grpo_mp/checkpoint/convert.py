@@ -52,7 +52,9 @@ def to_megatron(source: Path, destination: Path, report_progress: ReportProgress
         parts = {f"part_{number:05d}": group for number, group in enumerate(groups)}
         files = stat_digest([*reader.files, source / "config.json"])
         record = {"model": str(source.absolute()), "files": files, "options": f"to-megatron {part_bytes}"}
-        if folder := _write_parts(destination, record, parts, _Format(load, write_part), report_progress):
+        if folder := _write_parts(
+            destination, record, parts, form=_Format(load, write_part), report_progress=report_progress
+        ):
             merge_parts(folder, parts)
             _complete(folder, destination)
 
@@ -89,7 +91,9 @@ def to_hf(
     files = [*(file for file in reader.folder.rglob("*") if file.is_file()), like / "config.json"]
     files += tensors.original.files if tensors.original else ()
     record = {"model": str(like.absolute()), "files": stat_digest(files), "options": f"to-hf {fp8} {part_bytes}"}
-    if folder := _write_parts(destination, record, parts, _Format(tensors.load, _save), report_progress):
+    if folder := _write_parts(
+        destination, record, parts, form=_Format(tensors.load, _save), report_progress=report_progress
+    ):
         copy_aux_files(like, folder, fp8)
         write_index(folder, list(parts))
         _complete(folder, destination)

@@ -63,7 +63,7 @@ def _to_hf(args: argparse.Namespace, console: Console) -> int:
     from grpo_mp.checkpoint.convert import to_hf
 
     with _progress(console, args.destination) as report_progress:
-        to_hf(args.source, args.destination, args.like, args.fp8, report_progress)
+        to_hf(args.source, args.destination, args.like, fp8=args.fp8, report_progress=report_progress)
     return 0
 
 

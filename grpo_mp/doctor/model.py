@@ -66,7 +66,7 @@ def compare_models(folder: Path, tokens: Tensor, dtype: str, without: Collection
         finding
         for name, run in runs.items()
         if name not in without
-        for finding in diagnose_model(name, run(folder, tokens, dtype), reference, same, layers)
+        for finding in diagnose_model(name, run(folder, tokens, dtype), reference, same_precision=same, layers=layers)
     ]
 
 

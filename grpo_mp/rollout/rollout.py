@@ -89,7 +89,9 @@ class Rollout:
         logs, limit_s = settings.run.folder / "logs", settings.rollout.group_timeout_s
         reward = settings.reward if has_engines and parts.scorer.defers else None
         models = served_models(reward, settings.algorithm.distillation if has_engines and parts.teacher else None)
-        base = base_spec(settings.model, settings.max_request_tokens, settings.run.seed, rank, not platform.on_cuda())
+        base = base_spec(
+            settings.model, settings.max_request_tokens, settings.run.seed, rank=rank, cpu=not platform.on_cuda()
+        )
         self.reward_servers = (
             RewardServers(models, base, logs, ranks_per_node, self.host_ranks, limit_s) if models else None
         )
@@ -329,7 +331,7 @@ def engine_spec(
     replay = {ARGUMENT: True} if settings.training.router_replay == "R3" and not load_weights else {}
     seeded = {"enable_deterministic_inference": True} if settings.engine.deterministic else {}
     seed = engine_seed(settings.run.seed, placement.engine)
-    base = base_spec(settings.model, settings.max_request_tokens, seed, placement.rank, cpu)
+    base = base_spec(settings.model, settings.max_request_tokens, seed, rank=placement.rank, cpu=cpu)
     in_flight = settings.engine.concurrent_groups * settings.rollout.group_size
     defaults = {} if cpu else cuda_defaults(settings.engine.args, in_flight, settings.rollout.group_timeout_s)
     reads_text = bool(settings.rollout.stop) or settings.rollout.function == "openai_agent"

@@ -64,7 +64,7 @@ def pack_samples(data: ChatSet, indices: Sequence[int], max_tokens: int, policy:
     data_rank, context_rank = parallel.coords.data, parallel.coords.context
     samples = {place: data[indices[place]] for place in plan.samples_of(data_rank)}
     zeros, weights = [0.0] * len(lengths), [1.0 / max(1, sum(learned))] * len(lengths)
-    batches = microbatches(plan, samples, zeros, weights, data_rank, context_rank)
+    batches = microbatches(plan, samples, zeros, loss_weights=weights, data_rank=data_rank, context_rank=context_rank)
     return SupervisedBatch(plan, tuple(batches), tuple(lengths), tuple(learned))
 
 
