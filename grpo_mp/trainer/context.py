@@ -80,10 +80,7 @@ def open_engines(
     run, limit_s, generates = settings.run, settings.monitor.phase_timeout_s, inputs.replay is None
     resolved = dump_settings(settings)
     with (
-        join_run(run, limit_s, resolved, find_checkpoints=find_checkpoints, engine_ranks=settings.engine.ranks) as (
-            job,
-            resumed,
-        ),
+        join_run(run, limit_s, resolved, find_checkpoints, settings.engine.ranks) as (job, resumed),
         ExitStack() as stack,
     ):
         parts = RolloutParts(inputs.hf, inputs.tokenizer, inputs.scorer, inputs.episodes, inputs.teacher)
@@ -96,9 +93,7 @@ def open_engines(
         monitors = stack.enter_context(open_monitors(run.folder, job.rank, run.steps, step, stops=(rollout.stop,)))
         start = f"resumes after step {step}" if step else "starts"
         greeting = greeting or f"{run.folder}: {start} on {job.world_size} ranks; {settings.step_summary}"
-        show_notes(
-            monitors.progress, job.rank, greeting, notes=resumed.changes, warnings=(*resumed.damages, *inputs.warnings)
-        )
+        show_notes(monitors.progress, job.rank, greeting, resumed.changes, (*resumed.damages, *inputs.warnings))
 
         can_offload = builds_policy and generates and settings.shares_devices and settings.model.offloads
         offloads = can_offload and platform.on_cuda()
@@ -107,18 +102,14 @@ def open_engines(
             if builds_policy and job.trains:
                 parallel = make_parallel(job, settings.layout, run.seed, limit_s)
                 with_reference = settings.algorithm.kl.coef > 0
-                policy = build_policy(
-                    settings, parallel, resumed.state, checkpoint=resumed.checkpoint, with_reference=with_reference
-                )
+                policy = build_policy(settings, parallel, resumed.state, resumed.checkpoint, with_reference)
                 if settings.critic:
                     critic = build_critic(settings.for_critic(), parallel, resumed.checkpoint)
         functions = {}
         if offloads and policy:
             moves = settings.optimizer.offload == "step"
-            functions = offload_functions(
-                policy, rollout, moves, communicators=_nccl_memory(settings.layout), critic=critic
-            )
-        phases = make_phases(monitors, rollout, policy, critic=critic, limit_s=limit_s, functions=functions)
+            functions = offload_functions(policy, rollout, moves, _nccl_memory(settings.layout), critic)
+        phases = make_phases(monitors, rollout, policy, critic, limit_s, functions)
         recovery = EngineRecovery(rollout, job, phases, version=resumed.state.optimizer_step)
         engines = Engines(job, rollout, phases, monitors, recovery, resumed, policy, critic, offloads)
         if builds_policy and generates:
@@ -129,7 +120,7 @@ def open_engines(
             correction = settings.algorithm.rollout_correction
             recovery.weight_sync = sync
             recovery.engine_check = _engine_check(
-                engines, inputs, settings.rollout, sync=settings.sync, precision=precision, correction=correction
+                engines, inputs, settings.rollout, settings.sync, precision, correction
             )
             if policy and settings.keeps_former_weights:
                 recovery.former = Reference(policy.trained_tensors)
@@ -242,9 +233,7 @@ def read_engine_job(args: argparse.Namespace, command: str) -> EngineJob:
 def start_engines(job: EngineJob, inputs: RunInputs, greeting: str) -> Iterator[Engines]:
     """Run engines with the job's weights while the body runs."""
     checkpoints = [job.checkpoint] if job.checkpoint else []
-    with open_engines(
-        job.settings, inputs, lambda: checkpoints, builds_policy=job.needs_policy, greeting=greeting
-    ) as engines:
+    with open_engines(job.settings, inputs, lambda: checkpoints, job.needs_policy, greeting) as engines:
         if job.needs_policy:
             with engines.phases.phase(Phase.SYNC):
                 engines.recovery.update_weights(engines.resumed.state.optimizer_step)

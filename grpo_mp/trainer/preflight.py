@@ -99,14 +99,7 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int, dump
     check_place(run, settings.monitor, dump_settings(settings))
     check_attention(model.dtype, settings.layout.context)
     replays_experts = settings.training.router_replay == "R3"
-    fp8 = not dump and check_engines(
-        settings.engine,
-        rollout,
-        hf,
-        world_size=world_size,
-        ranks_per_node=ranks_per_node,
-        replays_experts=replays_experts,
-    )
+    fp8 = not dump and check_engines(settings.engine, rollout, hf, world_size, ranks_per_node, replays_experts)
     formats = {fp8, run.exports_fp8} if run.export or run.export_every else {fp8}
     check_bucket(hf, model.dtype, settings.layout, settings.sync.bucket_bytes, formats)
     tokenizer = read_tokenizer(model.path, hf, model.trust_remote_code)
@@ -125,9 +118,7 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int, dump
         return inputs(train=PromptSet(str(dump), ()), evals={}, scorer=scorer, replay=replay)
 
     check_positions(hf, rollout, settings.data.eval)
-    reader, episodes = open_prompts(
-        settings.data, rollout, settings.reward, set_weights=settings.set_weights, tokenizer=tokenizer
-    )
+    reader, episodes = open_prompts(settings.data, rollout, settings.reward, settings.set_weights, tokenizer)
     train, evals = load_train_prompts(reader), load_eval_prompts(reader)
     check_same_data(run.folder, train.digest)
     settings = settings.with_steps(train.epoch_size)
@@ -136,9 +127,7 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int, dump
     train.check_size("rollout.prompts_per_step", rollout.prompts_per_step, "prompts", settings.data.train)
     models = served_models(settings.reward, settings.algorithm.distillation)
     longest = settings.max_request_tokens
-    check_served_models(
-        models, settings.model, longest, tokenizer=tokenizer, world_size=world_size, ranks_per_node=ranks_per_node
-    )
+    check_served_models(models, settings.model, longest, tokenizer, world_size, ranks_per_node)
     scorer = Scorer(
         settings.reward,
         rollout.max_response_tokens,
@@ -169,13 +158,11 @@ def run_generation_preflight(
     check_attention(model.dtype, settings.layout.context)
     if with_policy:
         check_policy(hf, model, layout=settings.layout, training=settings.training, world_size=world_size)
-    fp8 = check_engines(settings.engine, rollout, hf, world_size=world_size, ranks_per_node=ranks_per_node)
+    fp8 = check_engines(settings.engine, rollout, hf, world_size, ranks_per_node)
     check_bucket(hf, model.dtype, settings.layout, settings.sync.bucket_bytes, {fp8})
     tokenizer = read_tokenizer(model.path, hf, model.trust_remote_code)
     check_positions(hf, rollout, settings.data.eval)
-    reader, episodes = open_prompts(
-        settings.data, rollout, settings.reward, set_weights=settings.set_weights, tokenizer=tokenizer
-    )
+    reader, episodes = open_prompts(settings.data, rollout, settings.reward, settings.set_weights, tokenizer)
     evals = load_eval_prompts(reader)
     train = next(iter(evals.values())) if evaluates else load_train_prompts(reader)
     scorer = Scorer(
@@ -189,9 +176,7 @@ def run_generation_preflight(
         scorer = scorer.for_evaluations()
     else:
         models, longest = served_models(settings.reward, None), settings.max_request_tokens
-        check_served_models(
-            models, settings.model, longest, tokenizer=tokenizer, world_size=world_size, ranks_per_node=ranks_per_node
-        )
+        check_served_models(models, settings.model, longest, tokenizer, world_size, ranks_per_node)
     return RunInputs(
         hf,
         tokenizer,
