@@ -140,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if args.dry_run:
             state = saved_state(settings.run.folder)
             settings = settings.with_steps(inputs.train.epoch_size, state.step, state.samples_seen)
-            print_once(describe(settings, inputs, world_size, ranks_per_node, args.all))
+            print_once(describe(settings, inputs, world_size, ranks_per_node, every_setting=args.all))
         else:
             run(settings, inputs)
 

@@ -355,7 +355,7 @@ def main(arguments: Sequence[str] | None = None, run: Callable[[Settings, RunInp
         inputs = run_preflight(settings, world_size, ranks_per_node, args.replay)
         settings = settings.with_steps(inputs.train.epoch_size)
         if args.dry_run:
-            print_once(describe(settings, inputs, world_size, ranks_per_node, args.all))
+            print_once(describe(settings, inputs, world_size, ranks_per_node, every_setting=args.all))
         else:
             run(settings, inputs)
 

@@ -80,10 +80,10 @@ def open_engines(
     run, limit_s, generates = settings.run, settings.monitor.phase_timeout_s, inputs.replay is None
     resolved = dump_settings(settings)
     with (
-        join_run(run, limit_s, resolved, find_checkpoints, settings.engine.ranks) as (job, resumed),
+        join_run(run, limit_s, resolved, find_checkpoints, engine_ranks=settings.engine.ranks) as (job, resumed),
         ExitStack() as stack,
     ):
-        parts = RolloutParts(inputs.hf, inputs.tokenizer, inputs.scorer, inputs.episodes, inputs.teacher)
+        parts = RolloutParts(inputs.hf, inputs.tokenizer, inputs.scorer, inputs.episodes, teacher=inputs.teacher)
         rollout = Rollout(settings, parts, job.rank, job.world_size, not builds_policy, has_engines=generates)
         stack.enter_context(rollout)
         stack.callback(inputs.scorer.close)
@@ -108,7 +108,7 @@ def open_engines(
         functions = {}
         if offloads and policy:
             moves = settings.optimizer.offload == "step"
-            functions = offload_functions(policy, rollout, moves, _nccl_memory(settings.layout), critic)
+            functions = offload_functions(policy, rollout, moves, _nccl_memory(settings.layout), critic=critic)
         phases = make_phases(monitors, rollout, policy, critic, limit_s, functions)
         recovery = EngineRecovery(rollout, job, phases, version=resumed.state.optimizer_step)
         engines = Engines(job, rollout, phases, monitors, recovery, resumed, policy, critic, offloads)
@@ -233,7 +233,7 @@ def read_engine_job(args: argparse.Namespace, command: str) -> EngineJob:
 def start_engines(job: EngineJob, inputs: RunInputs, greeting: str) -> Iterator[Engines]:
     """Run engines with the job's weights while the body runs."""
     checkpoints = [job.checkpoint] if job.checkpoint else []
-    with open_engines(job.settings, inputs, lambda: checkpoints, job.needs_policy, greeting) as engines:
+    with open_engines(job.settings, inputs, lambda: checkpoints, job.needs_policy, greeting=greeting) as engines:
         if job.needs_policy:
             with engines.phases.phase(Phase.SYNC):
                 engines.recovery.update_weights(engines.resumed.state.optimizer_step)

@@ -101,7 +101,7 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int, dump
     replays_experts = settings.training.router_replay == "R3"
     fp8 = not dump and check_engines(settings.engine, rollout, hf, world_size, ranks_per_node, replays_experts)
     formats = {fp8, run.exports_fp8} if run.export or run.export_every else {fp8}
-    check_bucket(hf, model.dtype, settings.layout, settings.sync.bucket_bytes, formats)
+    check_bucket(hf, model.dtype, settings.layout, settings.sync.bucket_bytes, formats=formats)
     tokenizer = read_tokenizer(model.path, hf, model.trust_remote_code)
     trainers = world_size - settings.engine.ranks
     check_policy(hf, model, layout=settings.layout, training=settings.training, world_size=trainers)
@@ -118,7 +118,7 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int, dump
         return inputs(train=PromptSet(str(dump), ()), evals={}, scorer=scorer, replay=replay)
 
     check_positions(hf, rollout, settings.data.eval)
-    reader, episodes = open_prompts(settings.data, rollout, settings.reward, settings.set_weights, tokenizer)
+    reader, episodes = open_prompts(settings.data, rollout, settings.reward, settings.set_weights, tokenizer=tokenizer)
     train, evals = load_train_prompts(reader), load_eval_prompts(reader)
     check_same_data(run.folder, train.digest)
     settings = settings.with_steps(train.epoch_size)
@@ -158,11 +158,11 @@ def run_generation_preflight(
     check_attention(model.dtype, settings.layout.context)
     if with_policy:
         check_policy(hf, model, layout=settings.layout, training=settings.training, world_size=world_size)
-    fp8 = check_engines(settings.engine, rollout, hf, world_size, ranks_per_node)
-    check_bucket(hf, model.dtype, settings.layout, settings.sync.bucket_bytes, {fp8})
+    fp8 = check_engines(settings.engine, rollout, hf, world_size, ranks_per_node=ranks_per_node)
+    check_bucket(hf, model.dtype, settings.layout, settings.sync.bucket_bytes, formats={fp8})
     tokenizer = read_tokenizer(model.path, hf, model.trust_remote_code)
     check_positions(hf, rollout, settings.data.eval)
-    reader, episodes = open_prompts(settings.data, rollout, settings.reward, settings.set_weights, tokenizer)
+    reader, episodes = open_prompts(settings.data, rollout, settings.reward, settings.set_weights, tokenizer=tokenizer)
     evals = load_eval_prompts(reader)
     train = next(iter(evals.values())) if evaluates else load_train_prompts(reader)
     scorer = Scorer(
