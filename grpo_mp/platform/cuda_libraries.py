@@ -1,11 +1,16 @@
 """Find CUDA's runtime library and toolkit if they were installed by pip, where no loader or compiler finds them."""
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
+from grpo_mp.utils.errors import UserError, one_line
+
 SYSTEM_TOOLKIT = Path("/usr/local/cuda")
+CHECK_TIMEOUT_S = 120.0
 
 
 def runtime_folder(name: str = "libcudart.so.13") -> Path | None:
@@ -61,3 +66,34 @@ def cuda_environment(environment: Mapping[str, str], scratch: Path, system: Path
     if folder and not has_toolkit(environment, system) and (folder.parent / "bin" / "nvcc").is_file():
         variables["CUDA_HOME"] = str(link_toolkit(folder.parent, scratch / "cuda_home"))
     return variables
+
+
+def check_engine_libraries(environment: Mapping[str, str]) -> None:
+    """Check that an engine's processes can start, and that they find a CUDA toolkit."""
+    from torch_memory_saver.utils import get_binary_path_from_package
+
+    check_toolkit(environment)
+    check_preload(Path(get_binary_path_from_package("torch_memory_saver_hook_mode_preload")), environment)
+
+
+def check_toolkit(environment: Mapping[str, str], system: Path = SYSTEM_TOOLKIT) -> None:
+    """Check that engines find a CUDA toolkit with which they can compile kernels."""
+    folder = runtime_folder()
+    from_pip = folder is not None and (folder.parent / "bin" / "nvcc").is_file()
+    if not has_toolkit(environment, system) and not from_pip:
+        raise UserError(
+            "no CUDA toolkit was found, and engines compile kernels when they start: install CUDA 13's toolkit and set "
+            "CUDA_HOME to its folder, or install the package nvidia-cuda-nvcc"
+        )
+
+
+def check_preload(library: Path, environment: Mapping[str, str]) -> None:
+    """Check that a process can start with `library` preloaded, as an engine's schedulers do."""
+    variables = {**environment, **library_path(runtime_folder(), environment), "LD_PRELOAD": str(library)}
+    command = [sys.executable, "-I", "-S", "-c", ""]
+    ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=CHECK_TIMEOUT_S)
+    if ended.returncode:
+        raise UserError(
+            f"engines cannot start: a process with LD_PRELOAD={library} ends with status {ended.returncode} "
+            f"({one_line(ended.stderr, 300)}): install nvidia-cuda-runtime at the version of requirements-gpu.txt"
+        )

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from grpo_mp import platform
+from grpo_mp.platform.cuda_libraries import check_engine_libraries
 from grpo_mp.utils.errors import UserError
 
 MAX_USED_SHARE = 0.2  # of GPU memory at the start; a CUDA context or a display uses less
@@ -23,6 +24,7 @@ def check_device(local_rank: int) -> None:
         check_no_unusable_gpu(os.environ, DRIVER)
         return
     check_allocator(os.environ)
+    check_engine_libraries(os.environ)
     count = torch.cuda.device_count()
     if local_rank >= count:
         raise UserError(

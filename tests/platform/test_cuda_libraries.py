@@ -1,13 +1,13 @@
 """CUDA's libraries in an environment that pip made; small libraries stand for CUDA's, the dynamic loader is real."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from grpo_mp.platform.cuda_libraries import cuda_environment, library_path, runtime_folder
+from grpo_mp.platform.cuda_libraries import check_preload, check_toolkit, cuda_environment, runtime_folder
+from grpo_mp.utils.errors import UserError
 
 RUNTIME = "libcudart.so.13"
 
@@ -35,10 +35,10 @@ def compile_library(source: Path, library: Path, *options: str) -> None:
 
 def test_a_preloaded_library_finds_the_runtime_of_pip(site: Path) -> None:
     assert runtime_folder() == site / "nvidia" / "cu13" / "lib"
-    variables = os.environ | library_path(runtime_folder(), {}) | {"LD_PRELOAD": str(site / "hook.so")}
-    command = [sys.executable, "-I", "-S", "-c", ""]
-    assert subprocess.run(command, env=variables, timeout=60).returncode == 0
-    assert subprocess.run(command, env=variables | {"LD_LIBRARY_PATH": ""}, timeout=60).returncode == 127
+    check_preload(site / "hook.so", {})
+    (site / "nvidia" / "cu13" / "lib" / RUNTIME).rename(site / "elsewhere.so")
+    with pytest.raises(UserError, match=r"^engines cannot start: .* ends with status 127 .*: install nvidia-cuda"):
+        check_preload(site / "hook.so", {})
 
 
 def test_the_users_library_path_stays_behind(site: Path) -> None:
@@ -49,9 +49,12 @@ def test_the_users_library_path_stays_behind(site: Path) -> None:
 def test_a_toolkit_is_made_of_links_where_pip_brought_the_compiler(site: Path) -> None:
     packages = site / "nvidia" / "cu13"
     no_system = site / "no_such_folder"
+    with pytest.raises(UserError, match=r"^no CUDA toolkit was found, .* or install the package nvidia-cuda-nvcc$"):
+        check_toolkit({}, no_system)
     (packages / "bin").mkdir()
     (packages / "bin" / "nvcc").write_text("")
     (packages / "include").mkdir()
+    check_toolkit({}, no_system)
     for _ in range(2):  # an engine that starts again finds the links
         home = Path(cuda_environment({}, site / "scratch", no_system)["CUDA_HOME"])
     assert (home / "bin" / "nvcc").is_file()
