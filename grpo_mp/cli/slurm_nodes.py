@@ -91,10 +91,10 @@ def inspect_node(node: str, attempt: Path) -> NodeReport:
 
 
 def _node_problem(attempt: Path) -> str:
-    from grpo_mp.platform.machine_check import check_device
+    from grpo_mp.platform.machine_check import check_start
 
     try:
-        check_device(int(os.environ.get("LOCAL_RANK", 0)))
+        check_start(int(os.environ.get("LOCAL_RANK", 0)))
         if not (attempt / SAVED_STEP).exists():  # the batch script wrote it
             return f"it does not see {attempt}: the run's folder must be on a file system that all nodes share"
     except UserError as error:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException, spawn
 
 from grpo_mp import platform
+from grpo_mp.platform.cuda_libraries import check_engine_libraries
 from grpo_mp.platform.machine_check import check_device
 from grpo_mp.utils.errors import UserError, one_line
 from grpo_mp.utils.findings import Finding, Level
@@ -50,10 +51,20 @@ def examine() -> Iterator[Finding]:
     """Yield the findings of all checks, good and bad."""
     count = torch.cuda.device_count() if platform.on_cuda() else 1
     yield from check_devices(count)
+    if platform.on_cuda():
+        yield from check_engines()
     yield from check_memory()
     yield Finding(Level.OK, ", ".join(f"{name} {version(name)}" for name in CORE if find_spec(CORE[name])))
     yield from check_kernels()
     yield from check_exchange(count if platform.on_cuda() else CPU_RANKS)
+
+
+def check_engines() -> Iterator[Finding]:
+    """Yield an error if the processes of an engine cannot start or find no CUDA toolkit."""
+    try:
+        check_engine_libraries(os.environ)
+    except UserError as error:
+        yield Finding(Level.ERROR, str(error))
 
 
 def check_memory() -> Iterator[Finding]:

@@ -70,8 +70,11 @@ def cuda_environment(environment: Mapping[str, str], scratch: Path, system: Path
 
 def check_engine_libraries(environment: Mapping[str, str]) -> None:
     """Check that an engine's processes can start, and that they find a CUDA toolkit."""
-    from torch_memory_saver.utils import get_binary_path_from_package
-
+    try:
+        from torch_memory_saver.utils import get_binary_path_from_package
+    except ImportError as error:
+        advice = "install the engine as grpo-mp[gpu] does"
+        raise UserError(f"torch_memory_saver does not load ({one_line(error, 200)}): {advice}") from error
     check_toolkit(environment)
     check_preload(Path(get_binary_path_from_package("torch_memory_saver_hook_mode_preload")), environment)
 

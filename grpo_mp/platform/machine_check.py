@@ -15,6 +15,13 @@ DRIVER = Path("/proc/driver/nvidia/version")
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
+def check_start(local_rank: int) -> None:
+    """Check this rank's GPU; on the first rank of a node also that engines can start there."""
+    check_device(local_rank)
+    if local_rank == 0 and platform.on_cuda():
+        check_engine_libraries(os.environ)
+
+
 def check_device(local_rank: int) -> None:
     """Check that this rank has a working GPU that no other process uses.
 
@@ -24,7 +31,6 @@ def check_device(local_rank: int) -> None:
         check_no_unusable_gpu(os.environ, DRIVER)
         return
     check_allocator(os.environ)
-    check_engine_libraries(os.environ)
     count = torch.cuda.device_count()
     if local_rank >= count:
         raise UserError(

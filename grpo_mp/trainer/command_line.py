@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 from grpo_mp.distributed.process_groups import single_rank_environment
-from grpo_mp.platform.machine_check import check_device
+from grpo_mp.platform.machine_check import check_start
 from grpo_mp.trainer.exit import end_without_cleanup, exit_on_error
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.log import log_to_terminal
@@ -44,7 +44,7 @@ def started_job(
             )
             remedy = ", or unset both if no launcher set them" if is_launched else ""
             raise UserError(f"--ranks {ranks}, but {whence}={world_size}: start {ranks}, or omit --ranks{remedy}")
-        check_device(int(os.environ["LOCAL_RANK"]))
+        check_start(int(os.environ["LOCAL_RANK"]))
         yield world_size, local
 
 

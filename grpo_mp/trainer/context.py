@@ -45,6 +45,7 @@ from grpo_mp.trainer.offload import INITIAL_RESIDENCY, offload_functions, start_
 from grpo_mp.trainer.phase_manager import OffloadFunction, PhaseManager, explain_out_of_memory
 from grpo_mp.trainer.preflight import RunInputs
 from grpo_mp.trainer.recover import EngineRecovery
+from grpo_mp.trainer.replay import ReplayedRollouts
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.phases import Phase
 from grpo_mp.weight_sync.update import PolicyShards, build_weight_sync
@@ -91,8 +92,7 @@ def open_engines(
             stack.callback(inputs.teacher.close)
         step = resumed.state.step
         monitors = stack.enter_context(open_monitors(run.folder, job.rank, run.steps, step, stops=(rollout.stop,)))
-        start = f"resumes after step {step}" if step else "starts"
-        greeting = greeting or f"{run.folder}: {start} on {job.world_size} ranks; {settings.step_summary}"
+        greeting = greeting or _greeting(settings, inputs.replay, job.world_size, step)
         show_notes(monitors.progress, job.rank, greeting, resumed.changes, (*resumed.damages, *inputs.warnings))
 
         can_offload = builds_policy and generates and settings.shares_devices and settings.model.offloads
@@ -227,6 +227,12 @@ def read_engine_job(args: argparse.Namespace, command: str) -> EngineJob:
         "model": settings.model.model_copy(update={"path": model}),
     }
     return EngineJob(settings.without_training().model_copy(update=updates), checkpoint)
+
+
+def _greeting(settings: Settings, replay: ReplayedRollouts | None, ranks: int, step: int) -> str:
+    start = f"resumes after step {step}" if step else "starts"
+    source = f"replaying {replay.folder}" if replay else "starting the engines"
+    return f"{settings.run.folder}: {start} on {ranks} ranks; {settings.step_summary}; {source}"
 
 
 @contextmanager
