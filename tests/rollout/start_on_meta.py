@@ -69,6 +69,8 @@ MODELS = (
     "qwen2_moe",
     "qwen3_moe",
     "qwen3",
+    "qwen3_next",
+    "qwen3_5_text",
     "llama",
     "mixtral",
 )
@@ -308,6 +310,8 @@ def cuda_on_meta() -> Iterator[None]:
 class _MetaForCudaMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = {name: _meta_for_cuda(value) for name, value in (kwargs or {}).items()}
+        if type(named.get("device")) is int:  # the number of a GPU
+            named["device"] = "meta"
         return func(*map(_meta_for_cuda, args), **named)
 
 
