@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -21,7 +22,8 @@ from grpo_mp.utils.reading import read_json
 INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"  # the weights file in a folder without an index
 ROTARY = (".inv_freq", ".cos_cached", ".sin_cached")  # tables that some older checkpoints hold; models compute them
-LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+LAYER = re.compile(r"^model\.(?:language_model\.)?layers\.(\d+)\.")
+STACKED = re.compile(r"^(.*\.experts)\.(gate_up_proj|down_proj)$")  # one tensor [experts, out, in] for a layer
 
 
 class HfReader:
@@ -38,8 +40,12 @@ class HfReader:
         self._handles = {file: _open(file) for file in self.files}
         self._file_of = {name: file for file, handle in self._handles.items() for name in handle.keys()}  # noqa: SIM118
         self.stored_names = frozenset(self._file_of)  # of all tensors
-        self.names = self.stored_names - {name + SCALE for name in self.stored_names}  # without FP8 scales
-        self.has_fp8 = len(self.names) < len(self.stored_names)
+        self._experts: dict[str, _Expert] = {}  # name of an expert's tensor -> its place in a stacked tensor
+        self._experts = dict(self._expert_tensors())
+        stacked = {part.stored for part in self._experts.values()}
+        # Without FP8 scales, and with each expert's own tensors.
+        self.names = self.stored_names - stacked - {name + SCALE for name in self.stored_names} | self._experts.keys()
+        self.has_fp8 = any(name + SCALE in self.stored_names for name in self.stored_names)
 
     def __enter__(self) -> "HfReader":
         return self
@@ -47,7 +53,21 @@ class HfReader:
     def __exit__(self, *_: object) -> None:
         self._handles.clear()
 
+    def _expert_tensors(self) -> "Iterator[tuple[str, _Expert]]":
+        for name in self.stored_names:
+            match = STACKED.match(name)
+            if not match or len(shape := self.shape(name)) != 3:
+                continue
+            experts, rows, _ = shape
+            parts = {"down_proj": (0, rows)}
+            if match[2] == "gate_up_proj":
+                parts = {"gate_proj": (0, rows // 2), "up_proj": (rows // 2, rows)}
+            for expert in range(experts):
+                for part, (start, stop) in parts.items():
+                    yield f"{match[1]}.{expert}.{part}.weight", _Expert(name, expert, start, stop)
+
     def dtype(self, name: str) -> torch.dtype:
+        name = self._experts[name].stored if name in self._experts else name
         stored = self._handle(name).get_slice(name).get_dtype()
         dtype = _TYPES.get(stored)
         if dtype is None:
@@ -55,6 +75,9 @@ class HfReader:
         return dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
+        if name in self._experts:
+            part = self._experts[name]
+            return part.stop - part.start, self.shape(part.stored)[2]
         return tuple(self._handle(name).get_slice(name).get_shape())
 
     def read(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> torch.Tensor:
@@ -76,6 +99,13 @@ class HfReader:
 
     def read_stored(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> torch.Tensor:
         """Return the full tensor, or its slice [start, stop) along `axis`, in its stored dtype."""
+        if name in self._experts:
+            part = self._experts[name]
+            stacked = self._handle(part.stored).get_slice(part.stored)
+            rows = (part.start + start, part.start + stop) if axis == 0 else (part.start, part.stop)
+            columns = slice(start, stop) if axis == 1 else slice(None)
+            own: torch.Tensor = stacked[part.expert : part.expert + 1, rows[0] : rows[1], columns][0]
+            return own
         if axis is None:
             tensor: torch.Tensor = self._handle(name).get_tensor(name)
             return tensor
@@ -87,6 +117,16 @@ class HfReader:
         if name not in self._file_of:
             raise UserError(f"{self.folder}: no file holds the tensor {name}")
         return self._handles[self._file_of[name]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Expert:
+    """Place of an expert's matrix in the stacked tensor of all experts of a layer: rows [start, stop) of `expert`."""
+
+    stored: str
+    expert: int
+    start: int
+    stop: int
 
 
 def has_hf_weights(folder: Path) -> bool:

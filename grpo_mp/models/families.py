@@ -1,7 +1,7 @@
 """Supported model families by `model_type` of config.json."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,22 +25,31 @@ class Family:
     transformers_type: str | None = None  # model_type in transformers, if it differs from the key in FAMILIES
 
     def params(self, hf: HfConfig) -> dict[str, Param]:
-        return expand(self.rules(hf))
+        params = expand(self.rules(hf))
+        if not hf.is_text_part:
+            return params
+        return {name: replace(param, hf=tuple(map(_in_whole_model, param.hf))) for name, param in params.items()}
 
 
-MTP = ("mtp.",)  # the multi-token-prediction layer of Qwen
+def _in_whole_model(name: str) -> str:
+    """Return the name of a text model's tensor in the folder of a vision-language model."""
+    return f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name
+
+
+# Of Qwen: the multi-token-prediction layer, and the vision tower.
+QWEN_OUTSIDE = ("mtp.", "model.visual.")
 
 FAMILIES = {
     "qwen3": Family("Qwen3ForCausalLM", llama_qwen.qwen3_config, partial(gqa.dense_rules, norms=True)),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", llama_qwen.qwen3_moe_config, llama_qwen.qwen3_moe_rules),
     "qwen3_next": Family(
-        "Qwen3NextForCausalLM", qwen3_next.moe_config, qwen3_next.next_rules, qwen3_next.rotary, untrained=MTP
+        "Qwen3NextForCausalLM", qwen3_next.moe_config, qwen3_next.next_rules, qwen3_next.rotary, untrained=QWEN_OUTSIDE
     ),
     "qwen3_5_moe_text": Family(
-        "Qwen3_5MoeForCausalLM", qwen3_next.moe_config, qwen3_next.moe_rules, qwen3_next.rotary, untrained=MTP
+        "Qwen3_5MoeForCausalLM", qwen3_next.moe_config, qwen3_next.moe_rules, qwen3_next.rotary, untrained=QWEN_OUTSIDE
     ),
     "qwen3_5_text": Family(
-        "Qwen3_5ForCausalLM", qwen3_next.dense_config, qwen3_next.dense_rules, qwen3_next.rotary, untrained=MTP
+        "Qwen3_5ForCausalLM", qwen3_next.dense_config, qwen3_next.dense_rules, qwen3_next.rotary, untrained=QWEN_OUTSIDE
     ),
     "qwen2": Family("Qwen2ForCausalLM", llama_qwen.qwen2_config, partial(gqa.dense_rules, bias=True)),
     "llama": Family("LlamaForCausalLM", llama_qwen.llama_config, gqa.dense_rules),

@@ -7,6 +7,7 @@ from typing import Any
 from grpo_mp.utils.errors import Number, UserError, read_number
 from grpo_mp.utils.reading import read_json
 
+OF_WHOLE_MODEL = ("architectures", "model_type", "vision_config")  # keys that say nothing of the text model in it
 DEFAULT_ROPE_THETA = 10000.0  # if config.json does not set rope_theta
 
 
@@ -19,6 +20,7 @@ class HfConfig:
     family: str | None = None  # name or path of the model family; None: by model_type
     file: str = "config.json"
     trains_mtp: bool = False  # the policy includes the multi-token-prediction layer
+    is_text_part: bool = False  # the text model of a folder that also has a vision tower
 
     @classmethod
     def read(
@@ -34,7 +36,11 @@ class HfConfig:
         values = read_json(file)
         if not isinstance(values, dict):
             raise UserError(f"{file}: expected an object of settings, found {type(values).__name__}: copy it again")
-        return cls(folder, values, family, name, trains_mtp)
+        text = values.get("text_config")
+        if isinstance(text, dict):
+            whole = {key: value for key, value in values.items() if key not in (*OF_WHOLE_MODEL, "text_config")}
+            values = whole | text
+        return cls(folder, values, family, name, trains_mtp, is_text_part=isinstance(text, dict))
 
     @property
     def model_type(self) -> str:

@@ -223,6 +223,8 @@ def check_engines(
 ) -> bool:
     """Check placement and arguments of the engines against the model; return whether engines compute in FP8."""
     cpu = not platform.on_cuda()
+    if cpu and hf.is_text_part:
+        raise hf.error("engines on a CPU serve text models only, and this model has a vision tower: use GPUs")
     engine_placements(engine, world_size, ranks_per_node)
     check_arguments(engine.args)
     fp8 = engine_uses_fp8(engine.args, hf, cpu)
