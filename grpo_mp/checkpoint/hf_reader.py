@@ -100,18 +100,20 @@ class HfReader:
     def read_stored(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> torch.Tensor:
         """Return the full tensor, or its slice [start, stop) along `axis`, in its stored dtype."""
         if name in self._experts:
-            part = self._experts[name]
-            stacked = self._handle(part.stored).get_slice(part.stored)
-            rows = (part.start + start, part.start + stop) if axis == 0 else (part.start, part.stop)
-            columns = slice(start, stop) if axis == 1 else slice(None)
-            own: torch.Tensor = stacked[part.expert : part.expert + 1, rows[0] : rows[1], columns][0]
-            return own
+            return self._read_expert(self._experts[name], axis, start, stop)
         if axis is None:
             tensor: torch.Tensor = self._handle(name).get_tensor(name)
             return tensor
         rows = self._handle(name).get_slice(name)
         part: torch.Tensor = rows[start:stop] if axis == 0 else rows[:, start:stop]
         return part
+
+    def _read_expert(self, place: "_Expert", axis: int | None, start: int, stop: int) -> torch.Tensor:
+        rows = slice(place.start + start, place.start + stop) if axis == 0 else slice(place.start, place.stop)
+        columns = slice(start, stop) if axis == 1 else slice(None)
+        stacked = self._handle(place.stored).get_slice(place.stored)
+        matrix: torch.Tensor = stacked[place.expert : place.expert + 1, rows, columns][0]
+        return matrix
 
     def _handle(self, name: str):  # type: ignore[no-untyped-def]
         if name not in self._file_of:
