@@ -272,6 +272,7 @@ def open_context(
     settings: Settings, inputs: RunInputs, find_checkpoints: FindCheckpoints = tuple
 ) -> Iterator[RolloutContext]:
     """Open an RL job: start the engine, build the models, resume; yield a TrainContext on ranks that train."""
+    preemption = PreemptionHandler()  # before engines and models, whose start takes minutes
     with ExitStack() as stack:
         engines = stack.enter_context(open_engines(settings, inputs, find_checkpoints))
         job, policy = engines.job, engines.policy
@@ -291,7 +292,7 @@ def open_context(
             phases=engines.phases,
             timeline=engines.monitors.timeline,
             progress=engines.monitors.progress,
-            preemption=PreemptionHandler(),
+            preemption=preemption,
             state=state,
         )
         stack.enter_context(platform.gc_frozen())
