@@ -144,6 +144,11 @@ def _gated_delta_net(module: Any) -> None:
     module.HAVE_FLA = True
 
 
+def _gated_delta_rule(module: Any) -> None:
+    # The layer checks at its construction that there is a kernel.
+    module.chunk_gated_delta_rule = module.torch_chunk_gated_delta_rule
+
+
 def _gated_delta_net_class(module: Any) -> None:
     from grpo_mp.platform import gated_delta_net
 
@@ -161,6 +166,7 @@ AFTER_IMPORT: Mapping[str, Patch] = {
     "megatron.core.models.gpt.experimental_attention_variant_module_specs": _layer_specs,
     "megatron.core.ssm.gated_delta_net": _gated_delta_net_class,
     "megatron.core.ssm.gated_delta_net.common": _gated_delta_net,  # newer releases split the module
+    "megatron.core.ssm.gated_delta_net.gdn": _gated_delta_rule,
     "megatron.core.transformer.transformer_block": _te_names,
     "megatron.core.transformer.multi_latent_attention": _te_names,
     "megatron.core.transformer.moe.moe_utils": _router_matmul,
