@@ -20,6 +20,7 @@ from grpo_mp.checkpoint.hf_reader import HfReader, check_finite, check_model, ha
 from grpo_mp.checkpoint.hf_writer import copy_aux_files, incomplete_folder, save_tensors, shard_name, write_index
 from grpo_mp.checkpoint.run_state import SETTINGS
 from grpo_mp.checkpoint.torch_dist import TorchDistReader, merge_parts, slot_of, write_part
+from grpo_mp.models.chunks import matrix_shape
 from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import FP8, SCALE, quantize, requantize
 from grpo_mp.models.hf_config import HfConfig
@@ -118,8 +119,10 @@ class SavedReader:
 
     def read(self, param: Param) -> Sequence[Tensor]:
         """Return the Hugging Face tensors of a parameter."""
-        names = zip(param.hf, param.shapes, strict=True)
-        return [read_tensor(f"{WEIGHT}/{name}", shape, self.folder, self._index) for name, shape in names]
+        return [
+            read_tensor(f"{WEIGHT}/{name}", matrix_shape(shape), self.folder, self._index).view(shape)
+            for name, shape in zip(param.hf, param.shapes, strict=True)
+        ]
 
 
 Reader = SavedReader | TorchDistReader
@@ -150,7 +153,9 @@ class _HfTensors:
             stored = [name, name + SCALE] if self.fp8 and self.original.dtype(name) == FP8 else [name]
             read = self.original.read_stored if self.fp8 else self.original.read
             return [(stored_name, read(stored_name)) for stored_name in stored]
-        tensors, param, copies = list[tuple[str, Tensor]](), self.params[name], copied_names(self.hf)
+        tensors = list[tuple[str, Tensor]]()
+        param = self.params[name]
+        copies = copied_names(self.hf)
         for hf_name, tensor in zip(param.hf, self.reader.read(param), strict=True):
             check_finite(tensor, self.reader.folder, hf_name)
             tensors += self._quantize(hf_name, tensor, param) if self.fp8 else [(hf_name, tensor)]

@@ -13,9 +13,17 @@ from math import prod
 from grpo_mp.models.mapping import Param, Run, Shape, shard_ranges, shard_runs
 
 
+def matrix_shape(shape: Shape) -> Shape:
+    """Return the shape in which chunks count a tensor: a vector, or a matrix whose columns are all further axes."""
+    return (shape[0], prod(shape[1:])) if len(shape) > 2 else shape
+
+
 @dataclass(frozen=True)
 class Chunk:
-    """A rectangle of a Hugging Face tensor that is contiguous in the flattened Megatron shard, from index `start`."""
+    """A rectangle of a Hugging Face tensor, seen in its `matrix_shape`.
+
+    It is contiguous in the flattened Megatron shard, from index `start`.
+    """
 
     tensor: int  # index in `Param.hf`
     offsets: Shape
@@ -30,7 +38,7 @@ class Chunk:
 def chunks_of(param: Param, tp_size: int, part: int, start: int, stop: int) -> Iterator[Chunk]:
     """Yield the chunks of elements [start, stop) of a flattened tensor-parallel shard; padding rows are skipped."""
     _, *rest = param.local_shape(tp_size)
-    width = prod(rest)  # of three axes the second has size 1
+    width = prod(rest)
     column = part * width if param.tp_dim == 1 else 0
     runs = list(_full_runs(param, tp_size if param.tp_dim == 0 else 1, part))
     first_rows = list(accumulate((run.rows for run in runs), initial=0))
@@ -44,10 +52,9 @@ def chunks_of(param: Param, tp_size: int, part: int, start: int, stop: int) -> I
             run = min(run - skipped, count - done)
             kept = min(run, param.shapes[tensor][0] - hf_row)  # rows beyond the vocabulary are padding
             if kept > 0:
-                middle = len(rest) - 1
-                offsets = (hf_row, *(0,) * middle, *(column + first,) * bool(rest))
-                sizes = (kept, *(1,) * middle, *(last - first,) * bool(rest))
-                yield Chunk(tensor, offsets, sizes, (row + done) * width + first)
+                columns = ((column + first,), (last - first,)) if rest else ((), ())
+                offset = (row + done) * width + first
+                yield Chunk(tensor, (hf_row, *columns[0]), (kept, *columns[1]), offset)
             done += run
 
 

@@ -26,7 +26,7 @@ from grpo_mp.checkpoint.chunk_files import (
 )
 from grpo_mp.distributed.coordinates import tensor_part, tp_size
 from grpo_mp.distributed.process_groups import all_gather
-from grpo_mp.models.chunks import chunks_of
+from grpo_mp.models.chunks import chunks_of, matrix_shape
 from grpo_mp.models.mapping import Param
 from grpo_mp.policy.adam_state import state_dict_without_copies, stores_param_remainders
 from grpo_mp.policy.policy import Policy
@@ -213,7 +213,7 @@ def _chunks(
     for chunk in chunks_of(param, tp_size(param, layout), part=tensor_part(param, coords), start=start, stop=stop):
         yield TensorChunk(
             name=f"{kept}/{param.hf[chunk.tensor]}",
-            shape=param.shapes[chunk.tensor],
+            shape=matrix_shape(param.shapes[chunk.tensor]),
             offsets=chunk.offsets,
             tensor=flat[chunk.start - start : chunk.stop - start].view(chunk.sizes),
             is_replica=param.alias or (param.tp_dim is None and tp_rank > 0),

@@ -202,7 +202,8 @@ class _AddDense:
         """Return the layer's output [s, ..., out] plus the adapters' output for the input [s', ..., in]."""
         (weight, factors), (x, *_) = next(iter(self.factors.items())), args
         if hasattr(module, NORM):
-            x = functional.rms_norm(x, x.shape[-1:], getattr(module, NORM), self.config.layernorm_epsilon)
+            norm = getattr(module, NORM) + self.config.layernorm_zero_centered_gamma
+            x = functional.rms_norm(x, x.shape[-1:], norm, self.config.layernorm_epsilon)
         hidden = x @ factors.a(_tensors(module, A, weight, factors)).t()
         if self.config.sequence_parallel and factors.param.tp_dim is not None:
             group = parallel_state.get_tensor_model_parallel_group()

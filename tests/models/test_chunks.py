@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from grpo_mp.models.chunks import chunks_of
+from grpo_mp.models.chunks import chunks_of, matrix_shape
 from grpo_mp.models.families import FAMILIES
 from tests.models.conftest import MakeHf
 from tests.models.test_mapping import megatron_shard, numbered_tensors
@@ -14,6 +14,7 @@ def test_pieces_are_the_elements_at_their_chunks(family: str, tp_size: int, make
     generator = torch.Generator().manual_seed(tp_size)
     for param in FAMILIES[family].params(make_hf(family)).values():
         tensors = numbered_tensors(param)
+        matrices = [tensor.view(matrix_shape(tuple(tensor.shape))) for tensor in tensors]
         for part in range(tp_size if param.tp_dim is not None else 1):
             shard = megatron_shard(param, tensors, tp_size, part).flatten()
             bounds = torch.randint(0, len(shard) + 1, (6,), generator=generator).tolist()
@@ -24,5 +25,5 @@ def test_pieces_are_the_elements_at_their_chunks(family: str, tp_size: int, make
                     rows, *columns = (slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
                     assert start <= chunk.start <= chunk.stop <= stop
                     assert not found[chunk.start : chunk.stop].any()
-                    found[chunk.start : chunk.stop] = tensors[chunk.tensor][(rows, *columns)].flatten()
+                    found[chunk.start : chunk.stop] = matrices[chunk.tensor][(rows, *columns)].flatten()
                 assert torch.equal(found[start:stop], shard[start:stop]), param.name  # 0 is padding

@@ -166,6 +166,7 @@ LOADING = {  # who saved -> layouts that load
     "qwen3_moe-pp2_vpp2": ("one", "tp2_ep2", "dp2"),
     "tied-pp2": ("one",),
     "deepseek_v3_mtp-tp2_ep2_pp2": ("pp2_vpp2",),
+    "qwen3_5_moe-tp2_ep2_pp2": ("one", "tp2"),
 }
 SAVING = tuple(LOADING)
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -278,6 +279,7 @@ REPLAYED = {  # a model of each kind of router -> layouts
     "deepseek_v3": ("one", "cp2", "tp2_ep2_pp2"),  # sigmoid, groups, a dense layer first
     "deepseek_v2": ("one",),
     "glm4_moe": ("one",),
+    "qwen3_5_moe": ("one", "tp2"),
 }
 
 
@@ -380,6 +382,9 @@ ADAPTED = {
     "qwen3_moe": ("one", "etp2", "pp2_vpp2", "tp2_ep2", "cp2_ep2", "tp2_ep2_pp2", "tp2_ep2_etp2"),
     "deepseek_v3": ("one", "tp2_ep2", "tp2_ep2_pp2"),  # latent attention, all kinds of layers
     "glm4_moe": ("one",),
+    "qwen3_5": ("one", "tp2_pp2"),  # projections in sections
+    "qwen3_5_moe": ("one", "tp2"),
+    "qwen3_next": ("one", "tp2_pp2"),
     "mixtral": ("one",),
     "tied": ("one", "pp2"),
 }

@@ -41,8 +41,10 @@ def fill_b(policy: Policy) -> None:
         values = SPREAD * torch.randn(param.shapes[0], generator=generator)
         if param.tp_dim is not None:
             part = tensor_part(param, policy.parallel.coords)
-            ((start, stop),) = shard_ranges(param, 0, policy.tp_sizes()[name], part)
-            values = values.narrow(param.tp_dim, start, stop - start)
+            ranges = shard_ranges(param, 0, policy.tp_sizes()[name], part)
+            values = torch.cat(
+                [values.narrow(param.tp_dim, start, stop - start) for start, stop in ranges], param.tp_dim
+            )
         tensor.detach().copy_(values)
 
 

@@ -15,7 +15,8 @@ from tests.parallel.lora import folders
 BOUND = 1e-5
 MERGED_BOUND = 1e-6
 CHANGE_BOUND = 5e-5
-ONE = [CASES[f"{model}-one-lora"] for model in ADAPTED]
+# peft does not know that the experts of qwen3_5_moe_text are one module, and loads none of their adapters.
+ONE = [CASES[f"{model}-one-lora"] for model in ADAPTED if model != "qwen3_5_moe"]
 
 
 def exported(case: Case, outcomes: Outcomes) -> tuple[Path, Path]:
@@ -37,22 +38,26 @@ def test_peft_loads_the_folder_and_has_the_logits_weights_and_gradient_of_one_ra
     sequence = expected.given.sequence(0)
     logits, moved = peft_model.logits(model, sequence), peft_model.logits(peft_model.load(expected.folder), sequence)
     assert (logits - moved).abs().max() > 0.1 * expected.scale
-    assert (logits - peft_model.logits(ours, sequence)).abs().max() <= 5e-6 * expected.scale
-    assert not exceeding(relative_errors(gradient(case, outcomes), peft_model.gradient(model, expected)), BOUND)
+    assert (logits - peft_model.logits(ours, sequence)).abs().max() <= 5e-6 * case.rounding * expected.scale
+    assert not exceeding(
+        relative_errors(gradient(case, outcomes), peft_model.gradient(model, expected)), BOUND * case.rounding
+    )
     by_peft, own = peft_model.merged_state(model), ours.state_dict()
     assert by_peft.keys() == own.keys()
-    assert not exceeding(relative_errors(dict(own), dict(by_peft)), MERGED_BOUND)
+    assert not exceeding(relative_errors(dict(own), dict(by_peft)), MERGED_BOUND * case.rounding)
 
 
 @pytest.mark.parametrize("case", cases_with("adapters"), ids=lambda case: case.name)
 def test_gradient_and_folders_of_every_layout_are_those_of_one_rank(case: Case, outcomes: Outcomes) -> None:
     one = CASES[f"{case.model}-one-lora"]
-    assert not exceeding(relative_errors(gradient(case, outcomes), gradient(one, outcomes)), BOUND)
+    assert not exceeding(relative_errors(gradient(case, outcomes), gradient(one, outcomes)), BOUND * case.rounding)
     (adapters, merged), (adapters_of_one, merged_of_one) = exported(case, outcomes), exported(one, outcomes)
     actual, expected = (load_file(folder / "adapter_model.safetensors") for folder in (adapters, adapters_of_one))
     assert actual.keys() == expected.keys()
     assert [name for name in actual if not torch.equal(actual[name], expected[name])] == []
-    assert not exceeding(relative_errors(file_tensors(merged), file_tensors(merged_of_one)), MERGED_BOUND)
+    assert not exceeding(
+        relative_errors(file_tensors(merged), file_tensors(merged_of_one)), MERGED_BOUND * case.rounding
+    )
     assert all(rank["adapters"]["frozen"] and rank["adapters"]["learned"] for rank in outcomes.ranks(case))
 
 
@@ -65,7 +70,7 @@ def test_adapters_change_as_on_one_rank_and_nothing_else_does(case: Case, outcom
     one = CASES[f"{case.model}-one-lora"]
     (expected,) = outcomes.by_rank(one, "adapter_updates")
     for rank in outcomes.by_rank(case, "adapter_updates"):
-        assert rank["grad_norms"] == pytest.approx(expected["grad_norms"], rel=BOUND)
+        assert rank["grad_norms"] == pytest.approx(expected["grad_norms"], rel=BOUND * case.rounding)
         assert rank["kept"]
         assert all(rank["reference"])
     first, last = updated(case, outcomes, 1), updated(case, outcomes, 3)
@@ -76,8 +81,8 @@ def test_adapters_change_as_on_one_rank_and_nothing_else_does(case: Case, outcom
         difference({n: after[n] for n in adapters}, {n: before[n] for n in adapters})
         for before, after in ((first, last), (updated(one, outcomes, 1), updated(one, outcomes, 3)))
     ]
-    assert not exceeding(relative_errors(*changes), CHANGE_BOUND)
-    assert relative_errors(first, updated(one, outcomes, 1))["all"] <= BOUND
+    assert not exceeding(relative_errors(*changes), CHANGE_BOUND * case.rounding)
+    assert relative_errors(first, updated(one, outcomes, 1))["all"] <= BOUND * case.rounding
 
 
 @pytest.mark.parametrize("case", cases_with("adapter_resumed"), ids=lambda case: case.name)
@@ -87,4 +92,4 @@ def test_another_layout_goes_on_with_the_adapters(case: Case, outcomes: Outcomes
     saved, undisturbed = updated(saver, outcomes, 2), updated(saver, outcomes, 3)
     assert [name for name in saved if not torch.equal(saved[name], before[name])] == []
     errors = relative_errors(difference(after, before), difference(undisturbed, saved))
-    assert not exceeding(errors, CHANGE_BOUND)
+    assert not exceeding(errors, CHANGE_BOUND * case.rounding)
