@@ -251,7 +251,9 @@ def needs_old_logprobs(algorithm: AlgorithmConfig, updates: int) -> bool:
 
 def contradictions(algorithm: AlgorithmConfig) -> list[str]:
     """Return an error message for each combination of settings that cannot work, with the nearest choice that does."""
-    kl, correction, policy_loss = algorithm.kl, algorithm.rollout_correction, policy_loss_entry(algorithm.policy_loss)
+    kl = algorithm.kl
+    correction = algorithm.rollout_correction
+    policy_loss = policy_loss_entry(algorithm.policy_loss)
     corrects = correction.kind != "none"
     rules = {
         "kl.target and kl.ref_update_every need a reference: set kl.coef above 0": (

@@ -198,8 +198,8 @@ class Settings(TrainerSettings):
                 )
         if distillation and self.rollout.temperature != 1:
             yield (
-                "algorithm.distillation compares logprobs with those of a teacher at temperature 1, and "
-                f"rollout.temperature={self.rollout.temperature:g} samples from others: set rollout.temperature=1"
+                "algorithm.distillation compares the policy's logprobs with the teacher's logprobs at temperature 1, "
+                f"but rollout.temperature={self.rollout.temperature:g} changes the policy's: set rollout.temperature=1"
             )
 
     def _schedule_problems(self) -> Iterator[str]:
@@ -331,7 +331,9 @@ class Settings(TrainerSettings):
     @property
     def step_summary(self) -> str:
         """Return a sentence with the numbers of samples and updates in a step."""
-        rollout, training, updates = self.rollout, self.training, self.optimizer_steps_per_step
+        rollout = self.rollout
+        training = self.training
+        updates = self.optimizer_steps_per_step
         return (
             f"a step: {rollout.prompts_per_step} prompts x {rollout.group_size} = {self.samples_per_step:,} samples, "
             f"{updates} update{'s' * (updates > 1)} of {self.samples_per_step // training.updates_per_step:,}"

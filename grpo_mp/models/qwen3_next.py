@@ -140,7 +140,9 @@ def _projections_by_key_head(hf: HfConfig, layers: Sequence[int]) -> Rule:
     """Map Qwen3-Next's projections: rows q, k, v, z of each key head in turn, and b, a of each key head in turn."""
     heads, keys, values = _sizes(hf)
     key_heads = hf.int("linear_num_key_heads")
-    key, value, gates = keys // key_heads, values // key_heads, heads // key_heads
+    key = keys // key_heads
+    value = values // key_heads
+    gates = heads // key_heads
     sections = (
         *_in_turn(0, (key, key, value, value), parts=key_heads),
         *_in_turn(1, (gates, gates), parts=key_heads),

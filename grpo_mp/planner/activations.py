@@ -115,7 +115,9 @@ def _attention_elements(job: PlannedJob, layer: int) -> float:
     With latent attention the fused rotary kernel changes queries in place, and the projection from which it builds keys
     and values is freed. Copies of a shared prompt's keys are not counted.
     """
-    model, tensor, linear = job.model, job.settings.layout.tensor, job.model.linear
+    model = job.model
+    tensor = job.settings.layout.tensor
+    linear = job.model.linear
     if linear and layer in linear.layers:
         values = linear.value_heads * linear.value_dim
         # Projections, convolution, normed queries and keys of each value head, output before and after its gate.

@@ -88,7 +88,9 @@ def accepted_tokens(job: PlannedJob) -> float:
 
 def generation_use(job: PlannedJob, engine: EngineMemory) -> ResourceUse:
     """Return the resource use of one GPU of an engine: prefill of its prompts and all decode steps, with drafting."""
-    model, parallelism, config = job.model, job.engine_parallelism, job.settings.engine.speculative
+    model = job.model
+    parallelism = job.engine_parallelism
+    config = job.settings.engine.speculative
     samples, accepted = samples_per_engine(job), accepted_tokens(job)
     # Each decode step reads and writes the states of linear attention.
     state_traffic = 2 * state_bytes(job) * samples * job.mean_response_tokens / accepted / parallelism.replicas
@@ -231,7 +233,9 @@ def check_use(job: PlannedJob, engine: EngineMemory) -> ResourceUse:
 
     All replicas of the policy compute the same sequences, one pipeline stage after the other.
     """
-    lengths, shared, layout = check_lengths(job), job.settings.shares_devices, job.settings.layout
+    lengths = check_lengths(job)
+    shared = job.settings.shares_devices
+    layout = job.settings.layout
     tokens, idle_replicas = sum(lengths), max(1.0, job.engine_parallelism.replicas / len(lengths))
     by_policy = tokens / layout.tensor / layout.context
     by_policy *= forward_flops_per_token(job.model, job.hf, job.prompt_tokens)

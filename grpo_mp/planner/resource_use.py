@@ -219,7 +219,9 @@ def _traffic_use(job: PlannedJob, gathers: float = 1.0, ring: float = 1.0, betwe
     `gathers` of sequence parallelism, within a node; `ring` of keys and values over context-parallel ranks;
     `between_stages` of hidden states.
     """
-    layout, model, per_node = job.settings.layout, job.model, job.gpus_per_node
+    layout = job.settings.layout
+    model = job.model
+    per_node = job.gpus_per_node
     tokens = _computed_tokens(job) / job.dp_size / layout.context
     num_layers, num_moe_layers = model.num_layers / layout.pipeline, model.num_moe_layers / layout.pipeline
     token_bytes, sequence_shard = model.hidden_size * ACTIVATION_BYTES, tokens / layout.tensor

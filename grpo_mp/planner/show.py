@@ -18,7 +18,9 @@ TIME_COLUMNS = ("", "TFLOP", "NVLink GB", "network GB", "host GB", "disk GB (nod
 
 def show_plan(plan: Plan, console: Console) -> None:
     """Print whether the plan fits and the step time, then tables of memory, traffic and times."""
-    job, memory, found = plan.job, plan.memory, check_fits(plan)
+    job = plan.job
+    memory = plan.memory
+    found = check_fits(plan)
     machines = f"{job.nodes} x {job.gpus_per_node} x {job.cluster.name}"
     console.print(f"{machines}: {found.sentence}", style="bold green" if found.fits else "bold red")
     console.print(*_step_notes(plan), sep="\n")

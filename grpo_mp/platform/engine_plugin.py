@@ -112,24 +112,27 @@ def _get_rope_cpu(original: Callable[..., Any], *args: Any) -> Any:
 
 
 def _extend(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace SGLang's prefill attention. The ignored argument has the lengths of the cached prefixes."""
-    *batch, _, new_lengths, encoder_lengths = args
+    """Replace SGLang's prefill attention. `slots` [R, L]: cache slots by request, indexed by `rows`."""
+    query, output, keys, values, slots, rows, lengths, _, new_lengths, encoder_lengths = args
     if not _is_self_attention(encoder_lengths, kwargs) or not kwargs["causal"]:
         return original(backend, *args, **kwargs)
-    return _attend(*batch, new_tokens=new_lengths.tolist(), scale=kwargs["scaling"])
+    new_tokens = new_lengths.tolist()
+    attended = paged_attention(
+        query, (keys, values), slots[rows], lengths=lengths.tolist(), new_tokens=new_tokens, scale=kwargs["scaling"]
+    )
+    return output.copy_(attended)
 
 
 def _decode(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace SGLang's decode attention."""
-    *batch, encoder_lengths = args
+    """Replace SGLang's decode attention. `slots` [R, L]: cache slots by request, indexed by `rows`."""
+    query, output, keys, values, slots, rows, lengths, encoder_lengths = args
     if not _is_self_attention(encoder_lengths, kwargs):
         return original(backend, *args, **kwargs)
-    return _attend(*batch, new_tokens=[1] * len(batch[-1]), scale=kwargs["scaling"])
-
-
-def _attend(query: Any, output: Any, keys: Any, values: Any, *batch: Any, new_tokens: list[int], scale: float) -> Any:
-    slots, rows, lengths = batch  # cache slots by request [R, L], the requests of the batch, their numbers of tokens
-    return output.copy_(paged_attention(query, (keys, values), slots[rows], lengths.tolist(), new_tokens, scale))
+    new_tokens = [1] * len(rows)
+    attended = paged_attention(
+        query, (keys, values), slots[rows], lengths=lengths.tolist(), new_tokens=new_tokens, scale=kwargs["scaling"]
+    )
+    return output.copy_(attended)
 
 
 def _is_self_attention(encoder_lengths: Any, kwargs: dict[str, Any]) -> bool:

@@ -77,7 +77,9 @@ class ServedModelClient:
 
     def ask(self, path: str, body: Mapping[str, Any], read: Callable[[Any], T]) -> T:
         """Post `body` to the next server; return `read` of the reply's JSON. Raises RewardError if all tries fail."""
-        server, failure, text = next(self._servers), "", ""
+        server = next(self._servers)
+        failure = ""
+        text = ""
         endpoint = f"{server.url.rstrip('/')}{path}"
         for attempt in range(RETRIES + 1):
             if attempt:  # exponential backoff with jitter, so that ranks do not retry together

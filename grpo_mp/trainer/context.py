@@ -20,7 +20,7 @@ from grpo_mp import platform
 from grpo_mp.algorithms.settings import RolloutCorrectionConfig
 from grpo_mp.checkpoint.run_state import MANIFEST, read_manifest
 from grpo_mp.config import Settings, dump_settings, load_settings
-from grpo_mp.config.sections import LayoutConfig, RolloutConfig, SyncConfig
+from grpo_mp.config.sections import EngineConfig, LayoutConfig, RolloutConfig, SyncConfig, TrainingConfig
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.distributed.nccl_memory import NcclMemory, can_suspend
 from grpo_mp.distributed.process_groups import WAITED_PHASES, Job, make_parallel
@@ -49,6 +49,7 @@ from grpo_mp.trainer.replay import ReplayedRollouts
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.phases import Phase
 from grpo_mp.weight_sync.update import PolicyShards, build_weight_sync
+from grpo_mp.weight_sync.wire import WireFormat
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,9 @@ def open_engines(
 
     `builds_policy=False`: engines load the weights of `model.path`.
     """
-    run, limit_s, generates = settings.run, settings.monitor.phase_timeout_s, inputs.replay is None
+    run = settings.run
+    limit_s = settings.monitor.phase_timeout_s
+    generates = inputs.replay is None
     resolved = dump_settings(settings)
     with (
         join_run(run, limit_s, resolved, find_checkpoints, engine_ranks=settings.engine.ranks) as (job, resumed),
@@ -95,8 +98,8 @@ def open_engines(
         greeting = greeting or _greeting(settings, inputs.replay, job.world_size, step)
         show_notes(monitors.progress, job.rank, greeting, resumed.changes, (*resumed.damages, *inputs.warnings))
 
-        can_offload = builds_policy and generates and settings.shares_devices and settings.model.offloads
-        offloads = can_offload and platform.on_cuda()
+        shares = settings.shares_devices and settings.model.offloads
+        offloads = platform.on_cuda() and shares and builds_policy and generates
         policy = critic = None
         with _starting(job, rollout, monitors, engines_first=offloads):
             if builds_policy and job.trains:
@@ -115,8 +118,7 @@ def open_engines(
         if builds_policy and generates:
             shards = PolicyShards.of_policy(policy) if policy else PolicyShards.none(inputs.hf, settings.layout)
             sync = build_weight_sync(settings.engine, settings.model, settings.sync, shards, rollout, job)
-            computes_fp8 = sync.resharder.wire.fp8 or settings.training.fp8_format or settings.engine.has_fp8_cache
-            precision = "fp8" if computes_fp8 else settings.model.dtype
+            precision = _precision(sync.resharder.wire, settings.training, settings.engine, settings.model.dtype)
             correction = settings.algorithm.rollout_correction
             recovery.weight_sync = sync
             recovery.engine_check = _engine_check(
@@ -126,6 +128,12 @@ def open_engines(
                 recovery.former = Reference(policy.trained_tensors)
         yield engines
         phases.end()
+
+
+def _precision(wire: WireFormat, training: TrainingConfig, engine: EngineConfig, dtype: str) -> str:
+    """Return the lowest precision in which policy or engines compute: fp8, or the model's dtype."""
+    in_fp8 = wire.fp8 or training.fp8_format or engine.has_fp8_cache
+    return "fp8" if in_fp8 else dtype
 
 
 @contextmanager

@@ -93,7 +93,9 @@ class RunInputs:
 
 def run_preflight(settings: Settings, world_size: int, ranks_per_node: int, dump: Path | None = None) -> RunInputs:
     """Check an RL run and read its inputs. `dump`: folder of a replay, which has neither engines nor prompts."""
-    model, rollout, run = settings.model, settings.rollout, settings.run
+    model = settings.model
+    rollout = settings.rollout
+    run = settings.run
     hf = model.read_config()
     extensions = load_extensions(settings.algorithm, settings.monitor.loggers)
     check_place(run, settings.monitor, dump_settings(settings))
@@ -128,13 +130,7 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int, dump
     models = served_models(settings.reward, settings.algorithm.distillation)
     longest = settings.max_request_tokens
     check_served_models(models, settings.model, longest, tokenizer, world_size, ranks_per_node)
-    scorer = Scorer(
-        settings.reward,
-        rollout.max_response_tokens,
-        max_steps=settings.run.steps,
-        decode=tokenizer.decode,
-        set_weights=settings.set_weights,
-    )
+    scorer = make_scorer(settings.reward, rollout, settings.run.steps, settings.set_weights, tokenizer=tokenizer)
     teacher, unasked = _make_teacher(settings.algorithm.distillation, hf, tokenizer)
     warnings = (
         *scorer.warnings,
@@ -165,13 +161,7 @@ def run_generation_preflight(
     reader, episodes = open_prompts(settings.data, rollout, settings.reward, settings.set_weights, tokenizer=tokenizer)
     evals = load_eval_prompts(reader)
     train = next(iter(evals.values())) if evaluates else load_train_prompts(reader)
-    scorer = Scorer(
-        settings.reward,
-        rollout.max_response_tokens,
-        max_steps=settings.run.steps,
-        decode=tokenizer.decode,
-        set_weights=settings.set_weights,
-    )
+    scorer = make_scorer(settings.reward, rollout, settings.run.steps, settings.set_weights, tokenizer=tokenizer)
     if evaluates:
         scorer = scorer.for_evaluations()
     else:
@@ -308,6 +298,18 @@ def start_warnings(algorithm: AlgorithmConfig, rollout: RolloutConfig, fp8: bool
             f"algorithm.rollout_correction is none: {remedy}"
         )
     return warnings
+
+
+def make_scorer(
+    reward: RewardConfig,
+    rollout: RolloutConfig,
+    steps: int,
+    set_weights: Mapping[str, Mapping[str, float]],
+    tokenizer: PreTrainedTokenizerBase,
+) -> Scorer:
+    """Return the scorer of the rollouts. `set_weights`: weights of the reward terms by data set."""
+    limit = rollout.max_response_tokens
+    return Scorer(reward, limit, max_steps=steps, decode=tokenizer.decode, set_weights=set_weights)
 
 
 def open_prompts(

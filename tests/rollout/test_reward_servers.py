@@ -89,7 +89,7 @@ URL: dict[str, Any] = {"teacher": {"path": "http://x"}}
         ),
         (
             teaching() | {"rollout": MINIMAL_SETTINGS["rollout"] | {"temperature": 0.7}},
-            "rollout.temperature=0.7 samples from others: set rollout.temperature=1",
+            "rollout.temperature=0.7 changes the policy's: set rollout.temperature=1",
         ),
         (teaching(ratio="sequence"), "distillation differs by token, ratio=sequence does not: set ratio=token"),
         (teaching(filter={"zero_std": "drop"}), "learns from no reward: set filter.zero_std=keep"),
