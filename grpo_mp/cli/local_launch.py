@@ -22,11 +22,13 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from grpo_mp.distributed.rendezvous import LOOPBACK, OWN_NETWORK
+from grpo_mp.utils.errors import INTERRUPT_STATUS
 from grpo_mp.utils.processes import LAUNCHER_PID
 
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SECONDARY_EXITS = (1, -signal.SIGTERM)  # ranks that lost a peer, or that the launcher ended after a failure
 STORE_LIMIT_S = 600
+INTERRUPT_LIMIT_S = 25  # from Ctrl-C until ranks are killed; the launcher kills 30 s after the first rank ended
 
 
 def start_ranks(ranks: int, arguments: Sequence[str], module: str) -> int:
@@ -38,6 +40,7 @@ def start_ranks(ranks: int, arguments: Sequence[str], module: str) -> int:
     logger.propagate = False
     for number in FORWARDED_SIGNALS:
         signal.signal(number, _forward_signal)
+    signal.signal(signal.SIGALRM, _kill_ranks)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -86,3 +89,13 @@ def _exit_status(failures: Mapping[int, ProcessFailure]) -> int:
 def _forward_signal(number: int, frame: FrameType | None) -> None:
     for rank in psutil.Process().children():
         rank.send_signal(number)
+    if number == signal.SIGINT:
+        signal.alarm(INTERRUPT_LIMIT_S)
+
+
+def _kill_ranks(number: int, frame: FrameType | None) -> None:
+    # A rank that waits in C++ for another, at the store or in a collective, cannot handle Ctrl-C.
+    for rank in psutil.Process().children():
+        rank.kill()
+    sys.stderr.write(f"stopped by Ctrl-C; ranks that had not ended within {INTERRUPT_LIMIT_S} s were killed\n")
+    raise SystemExit(INTERRUPT_STATUS)

@@ -22,6 +22,7 @@ def vanishing(completions, **_):
     return [0.0] * len(completions)
 """
 NO_EVAL = "data.eval={}"
+LOADS = "Load weight begin"
 ONE_ENGINE = "engine.gpus_per_engine=2"
 
 
@@ -146,7 +147,9 @@ def test_the_doctor_names_a_stopped_rank_and_a_killed_one_takes_the_job_with_it(
 def test_ctrl_c_ends_ranks_and_engines(start_job: StartJob, tmp_path: Path) -> None:
     run = tmp_path / "run"
     job = start_job(f"run.folder={run}", NO_EVAL)
-    job.wait_until(lambda: all((run / "logs" / f"engine_{engine}.log").exists() for engine in (0, 1)))
+    # Until the models are built, ranks may wait for each other in C++, where Ctrl-C is not seen; engines load later.
+    logs = [run / "logs" / f"engine_{engine}.log" for engine in (0, 1)]
+    job.wait_until(lambda: all(log.exists() and LOADS in log.read_text() for log in logs))
     job.signal(signal.SIGINT)
     result = outcome(job)
     assert result.status == 128 + signal.SIGINT
