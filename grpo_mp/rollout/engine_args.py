@@ -24,6 +24,7 @@ ENGINE_SITE = Path(__file__).parents[1] / "platform" / "engine_site"  # first on
 DP_ATTENTION_PORTS = 14  # data-parallel attention uses the rendezvous port p, p + 1 to p + 6, and p + 13
 FP32_HEAD = "enable_fp32_lm_head"
 CONTEXT_SLACK_TOKENS = 8  # SGLang reserves a few positions of the context
+STATES_PER_REQUEST = 4  # of gated delta nets: up to three of a running request, and one in the prefix cache
 
 # Arguments that users cannot set, with the setting to use instead, if any.
 RESERVED = {
@@ -142,9 +143,13 @@ def engine_arguments(
     if dist_init_addr is None and _needs_rendezvous(spec):
         dist_init_addr = f"127.0.0.1:{port + 1}"  # SGLang would choose a port that may be outside the job's range
     context_tokens = spec.context_tokens + CONTEXT_SLACK_TOKENS
-    # By default SGLang sizes the CPU cache by the host's memory, which the trainer and other engines also use.
+    # By default SGLang sizes the CPU caches by the host's memory, which the trainer and other engines also use.
     running_requests = int(spec.args.get("max_running_requests", CPU_DEFAULTS["max_running_requests"]))
-    cpu_defaults = {**CPU_DEFAULTS, "max_total_tokens": running_requests * context_tokens}
+    cpu_defaults = {
+        **CPU_DEFAULTS,
+        "max_total_tokens": running_requests * context_tokens,
+        "max_mamba_cache_size": running_requests * STATES_PER_REQUEST,
+    }
     # An idle engine leaves the cores to the trainer. Not with data-parallel attention: each replica's first process
     # sleeps up to a second on its own socket, but control requests, of which a weight sync sends hundreds, arrive only
     # at the first replica, so the other replicas would join each request late.

@@ -60,6 +60,7 @@ def test_the_users_arguments_win_over_defaults_only() -> None:
     arguments = engine_arguments(spec, 1, "name", "key")
     assert arguments["attention_backend"] == "triton"
     assert arguments["max_total_tokens"] == 10 * arguments["context_length"]
+    assert arguments["max_mamba_cache_size"] == 40  # otherwise most of the host's memory
     assert (arguments["port"], arguments["nccl_port"], arguments["device"]) == (1, 2, "cpu")
 
 
