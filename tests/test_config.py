@@ -41,6 +41,8 @@ def test_what_is_left_out_takes_its_default(file: Path) -> None:
         ("engine.args.mem_fraction_static=0.7", "engine", "args", {"mem_fraction_static": 0.7}),
         ("model.path=a=b", "model", "path", Path("a=b")),
         ('data.system_prompt="a # b"', "data", "system_prompt", "a # b"),
+        ("data.system_prompt=a\n\nb #### c", "data", "system_prompt", "a\n\nb #### c"),
+        ("data.eval={held_out: set #1.jsonl}", "data", "eval", {"held_out": EvalSetConfig(path="set #1.jsonl")}),
     ],
 )
 def test_overrides(file: Path, override: str, section: str, name: str, value: Any) -> None:

@@ -18,7 +18,7 @@ from grpo_mp.config.sections import DEFAULT_DTYPE
 from grpo_mp.config.settings import Settings
 from grpo_mp.config.sft_settings import SftSettings
 from grpo_mp.utils.errors import UserError, did_you_mean
-from grpo_mp.utils.reading import parse_yaml, read_yaml, shorten
+from grpo_mp.utils.reading import parse_override, read_yaml, shorten
 from grpo_mp.utils.redact import without_secrets
 from grpo_mp.utils.section import Section, section_type
 
@@ -72,7 +72,7 @@ def load_pipeline(path: Path, overrides: list[str] | None = None) -> PipelineSet
         key, equals, value = override.partition("=")
         if not equals:
             raise UserError(f"override {shorten(override)!r}: write key=value, e.g. folder=runs/r1")
-        tree[key] = parse_yaml(value, f"override {shorten(override)!r}")
+        tree[key] = parse_override(value, f"override {shorten(override)!r}")
     return _check(PipelineSettings, tree, str(path))
 
 
@@ -144,7 +144,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         if not isinstance(tree.get(section), dict):
             tree[section] = _expand_shorthand(sections[:depth], section, tree.get(section))
         tree = tree[section]
-    tree[key] = parse_yaml(value, f"override {shorten(override)!r}")
+    tree[key] = parse_override(value, f"override {shorten(override)!r}")
 
 
 def _expand_shorthand(parents: list[str], section: str, value: Any) -> dict[str, Any]:

@@ -43,6 +43,7 @@ FUNCTIONAL = ("functional", "function_call", "call_based")  # test types that ca
 STDIN = ("stdin", "stdin_stdout", "standard_input")
 FORMS = "give Python tests, a list of them, {inputs, outputs}, or a list of {input, output}"
 NEEDS_PYTEST = re.compile(r"@pytest\.(?:fixture|mark\.parametrize)\b")
+CHECKS = re.compile(r"\b(?:assert|raise)\b|\w*(?:assert|raises|fail|exit|quit)\w*\(")  # parts of tests that can fail
 RUNNERS = ("unittest.main", "pytest.main")  # removed: program_tests.py runs the tests that they would collect
 # Imports that graders of contest programs provide; the last line restores builtins that math replaces, such as pow.
 CONTEST_IMPORTS = (
@@ -77,7 +78,7 @@ def read_tests(columns: Mapping[str, Any], column: str, partial: bool = False) -
     """Read the tests of a row from a column, given by its name or by a path such as reward_model.ground_truth.
 
     partial: keep Python tests separate, which otherwise run in one process. Raises ValueError if the column is missing,
-    has no tests in a known format.
+    has no tests in a known format, or has Python tests that assert nothing, which every program would pass.
     """
     if not has_column(columns, column):
         known = shorten(", ".join(map(str, columns)), 300) or "none"
@@ -147,6 +148,8 @@ def _python_tests(texts: Sequence[str], context: Mapping[str, Any], partial: boo
     texts = [text for text in texts if text.strip()]
     units = texts if partial else ["\n".join(texts)]
     scripts = [_read_script(unit, entry_point) for unit in units]
+    if any(scripts) and not CHECKS.search("\n".join(scripts)):
+        raise ValueError("asserts nothing, so every program would pass: write assert before what must hold")
     return RowTests(tuple(CodeTest(f"{begin}\n{script}") for script in scripts if script), setup)
 
 

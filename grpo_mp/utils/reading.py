@@ -20,6 +20,7 @@ NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAME
 LONGEST_PATH = 400  # in a message, to be copied from it
 MISSING = object()  # marks a column that a row lacks; None is a value
 TAG = "tag:yaml.org,2002:"
+YAML_MARKS = "'\"|>&!"  # first characters of quoted text, blocks, anchors and tags
 # Stricter than YAML 1.1, in which 1:30 is 90, 010 is 8, and 2024-01-01 is a date. Here, these three are text.
 NUMBERS = {
     f"{TAG}int": re.compile(r"[-+]?(?:0|[1-9][0-9_]*)$|0x[0-9a-fA-F]+$"),
@@ -81,14 +82,20 @@ def read_yaml(file: Path) -> Any:
     return parse_yaml(read_text(file, YAML_BYTES), str(file))
 
 
-def parse_yaml(text: str, where: str) -> Any:
+def parse_yaml(text: str, where: str, loader: "type[_Loader] | None" = None) -> Any:
     """Parse YAML. Raises UserError for invalid YAML, duplicate keys and tags."""
     try:
-        return _Loader(text).get_single_data()
+        return (loader or _Loader)(text).get_single_data()
     except RecursionError as error:
         raise UserError(f"{where}: nested too deep: write it flat") from error
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{where}: not valid YAML: {one_line(error, None)}") from error
+
+
+def parse_override(text: str, where: str) -> Any:
+    """Parse the value of an override: YAML without comments, in which text without quotes keeps its line breaks."""
+    value = parse_yaml(text, where, _OverrideLoader)
+    return text.strip() if isinstance(value, str) and text.strip()[0] not in YAML_MARKS else value
 
 
 def read_json(file: Path, limit: int = TEXT_BYTES) -> Any:
@@ -155,6 +162,14 @@ class _Loader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode):
                 names.add(key.value)
         return node
+
+
+class _OverrideLoader(_Loader):
+    """YAML loader without comments."""
+
+    def peek(self, index: int = 0) -> str:
+        char = str(super().peek(index))
+        return "x" if char == "#" else char  # the scanner looks for comments by `peek`, and copies text by `prefix`
 
 
 _Loader.yaml_implicit_resolvers = {

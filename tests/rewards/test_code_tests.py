@@ -21,6 +21,7 @@ CALL = {"fn_name": "f", "inputs": [[1]], "outputs": [2]}
             "def check(candidate):\n    assert candidate(1) == 2",
             "asserts nothing: check(candidate) needs a column entry_point",
         ),
+        (["add(1, 2) == 3", "raise_error(0)"], "asserts nothing, so every program would pass"),
         ("print 'python 2'", "is not Python (Missing parentheses"),
         (
             "from my_module import add\nassert add(1, 2) == 3",
@@ -35,6 +36,18 @@ CALL = {"fn_name": "f", "inputs": [[1]], "outputs": [2]}
 def test_tests_that_test_nothing(tests: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=f"^column tests .*{re.escape(reason)}"):
         read_tests({"tests": tests}, "tests")
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "if add(1, 2) != 3:\n    raise ValueError('wrong')",
+        "import numpy as np\nnp.testing.assert_allclose(add(1, 2), 3)",
+        "import os\nif add(1, 2) != 3: os._exit(1)",
+    ],
+)
+def test_what_can_fail_is_a_test(tests: str) -> None:
+    assert [case.script for case in read_tests({"tests": tests}, "tests").cases] == [f"\n{tests}"]
 
 
 PARAMETRIZED = "@pytest.mark.parametrize('x', [1])\ndef test_f(x):\n    assert f(x)"
