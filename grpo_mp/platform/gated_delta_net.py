@@ -1,7 +1,7 @@
 """Forward pass of Megatron's gated delta net on a CPU, for packed sequences. Import megatron.core first.
 
-Megatron's own forward pass needs flash-linear-attention, which needs a GPU. Parameters, their initialization and their
-checkpoints stay Megatron's.
+Megatron's own forward pass needs flash-linear-attention, which needs a GPU, or a loop that takes three times as long as
+`delta_rule`. Parameters, their initialization and their checkpoints stay Megatron's.
 """
 
 from typing import Any
@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from grpo_mp.platform.attention import sequence_lengths
+from grpo_mp.platform.delta_rule import delta_rule, unit_heads
 from grpo_mp.platform.packed_attention import plan_packing, to_cells
-
-L2_NORM_EPS = 1e-6  # flash-linear-attention's
 
 
 def forward(
@@ -43,24 +42,8 @@ def _mix_sequences(layer: Any, projected: Tensor) -> Tensor:
     length = qkv.shape[1]
     convolved = F.silu(layer.conv1d(qkv.transpose(1, 2))[..., :length]).transpose(1, 2)
     query, key, value = convolved.split([keys, keys, values], dim=-1)
-    query, key = (_unit_heads(x, layer) for x in (query, key))
+    query, key = (unit_heads(x.unflatten(-1, (-1, layer.key_head_dim)), heads) for x in (query, key))
     decay = -layer.A_log.float().exp() * F.softplus(alpha.float() + layer.dt_bias.float())
-    mixed, _ = layer.chunk_rule(
-        query,
-        key,
-        value.unflatten(-1, (heads, -1)),
-        g=decay,
-        beta=beta.sigmoid(),
-        initial_state=None,
-        output_final_state=False,
-        use_qk_l2norm_in_kernel=False,
-    )
+    mixed = delta_rule(query, key, value.unflatten(-1, (heads, -1)), decay, beta.sigmoid())
     gated: Tensor = layer._apply_gated_norm(mixed, gate.unflatten(-1, (heads, -1)))
     return gated.view(-1, values)
-
-
-def _unit_heads(x: Tensor, layer: Any) -> Tensor:
-    """Split queries or keys [n, L, D] into heads of length 1, one for every value head."""
-    heads = x.unflatten(-1, (-1, layer.key_head_dim))
-    heads = heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + L2_NORM_EPS)
-    return heads.repeat_interleave(layer.num_value_heads // layer.num_key_heads, dim=2)

@@ -154,7 +154,6 @@ def _gated_delta_net_class(module: Any) -> None:
 
     module.HAVE_FLA = True
     module.GatedDeltaNet.forward = gated_delta_net.forward
-    module.GatedDeltaNet.chunk_rule = staticmethod(module.torch_chunk_gated_delta_rule)
 
 
 AFTER_IMPORT: Mapping[str, Patch] = {

@@ -30,9 +30,9 @@ def make_model(seed: int, family: str = "deepseek_v3") -> tuple[Path, Path]:
     return model, data
 
 
-def train(folder: Path, seed: int, *settings: str) -> None:
+def train(folder: Path, seed: int, *settings: str, family: str = "deepseek_v3") -> None:
     """Train a seed's model on two ranks, as launch/quickstart.sh does; `settings` override."""
-    model, data = make_model(seed)
+    model, data = make_model(seed, family)
     evaluation = f"data.eval={{arithmetic: {{path: {data}/eval.jsonl, samples: 4}}}}"
     own = [f"run.folder={folder}", f"run.seed={seed}", f"model.path={model}", f"data.train={data}/train.jsonl"]
     grpo_mp("train", CONFIG, "--ranks", "2", *own, evaluation, *settings)

@@ -1,6 +1,7 @@
-"""The quickstart over several seeds, in one table: `python -m tests.bench.quickstart_seeds 0 1 2`.
+"""The quickstart over several seeds, in one table: `python -m tests.bench.quickstart_seeds 0 1 2 --family deepseek_v3`.
 
-Each seed makes its own data and cold start and trains with the quickstart's own settings. Columns: accuracy on
+Each seed makes its own data and cold start and trains with the quickstart's own settings, or with `--steps` steps of
+its own; `--family` is a key of TINY_CONFIGS. Columns: accuracy on
 held-out prompts before and after (4 samples each at temperature 1), the chance that one of the 4 is right, training
 seconds (first to last event of the trace), the largest mean |engine - policy| logprob difference of any step and of any
 check after a sync, and the median share of step time outside generate, logprob, train, sync and check.
@@ -8,37 +9,33 @@ check after a sync, and the median share of step time outside generate, logprob,
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from tests.bench.quickstart_run import train
 from tests.e2e.jobs import read_jsonl
+from tools.tiny.models import TINY_CONFIGS
 
-STEM = "runs/quickstart_seed"
 REACH = {"after": 0.80, "seconds": 360.0, "mismatch": 1e-4, "overhead": 0.05}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("seeds", type=int, nargs="+")
-    parser.add_argument("--only-read", action="store_true", help=f"do not run, only read {STEM}*")
+    parser.add_argument("--family", choices=sorted(TINY_CONFIGS), default="deepseek_v3")
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--only-read", action="store_true", help="do not run, only read the runs")
     args = parser.parse_args()
     table = Table("seed", "before", "after", "pass@4 before", "after", "train s", "mismatch", "check", "overhead")
     for seed in args.seeds:
-        folder = Path(f"{STEM}{seed}")
+        folder = Path(f"runs/quickstart_{args.family}_seed{seed}")
         if not args.only_read:
-            run(seed, folder)
+            train(folder, seed, f"run.steps={args.steps}", family=args.family)
         table.add_row(str(seed), *row(folder))
     Console(width=120).print(table, f"reach: {REACH}")
-
-
-def run(seed: int, folder: Path) -> None:
-    environment = {**os.environ, "SEED": str(seed), "RUN": str(folder)}
-    subprocess.run(["bash", "launch/quickstart.sh"], env=environment, check=True)
 
 
 def row(run: Path) -> list[str]:
