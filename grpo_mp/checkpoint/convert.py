@@ -17,9 +17,16 @@ from torch import Tensor
 
 from grpo_mp.checkpoint.chunk_files import INDEX, WEIGHT, read_index, read_tensor
 from grpo_mp.checkpoint.hf_reader import HfReader, check_finite, check_model, has_hf_weights, is_non_policy_tensor
-from grpo_mp.checkpoint.hf_writer import copy_aux_files, incomplete_folder, save_tensors, shard_name, write_index
+from grpo_mp.checkpoint.hf_writer import (
+    copy_aux_files,
+    fp8_config,
+    incomplete_folder,
+    save_tensors,
+    shard_name,
+    write_index,
+)
 from grpo_mp.checkpoint.run_state import SETTINGS
-from grpo_mp.checkpoint.torch_dist import TorchDistReader, merge_parts, slot_of, write_part
+from grpo_mp.checkpoint.torch_dist import TorchDistReader, merge_parts, slots_of, write_part
 from grpo_mp.models.chunks import matrix_shape
 from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import FP8, SCALE, quantize, requantize
@@ -44,7 +51,9 @@ def to_megatron(source: Path, destination: Path, report_progress: ReportProgress
     def load(name: str) -> list[Any]:
         param = params[name]
         tensors = [check_finite(reader.read(tensor), source, tensor) for tensor in param.hf]
-        return [(slot_of(param, config), fuse(param, tensors).contiguous())]
+        slots = slots_of(param, config)
+        rows = fuse(param, tensors).contiguous().split([slot.shape[0] for slot in slots])
+        return list(zip(slots, rows, strict=True))
 
     with HfReader(source) as reader:
         check_model(reader, params.values(), hf)
@@ -95,7 +104,7 @@ def to_hf(
     if folder := _write_parts(
         destination, record, parts, form=_Format(tensors.load, _save), report_progress=report_progress
     ):
-        copy_aux_files(like, folder, fp8)
+        copy_aux_files(like, folder, fp8_config(hf) if fp8 else None)
         write_index(folder, list(parts))
         _complete(folder, destination)
 
@@ -156,22 +165,22 @@ class _HfTensors:
         tensors = list[tuple[str, Tensor]]()
         param = self.params[name]
         copies = copied_names(self.hf)
-        for hf_name, tensor in zip(param.hf, self.reader.read(param), strict=True):
+        for hf_name, tensor, in_fp8 in zip(param.hf, self.reader.read(param), param.in_fp8, strict=True):
             check_finite(tensor, self.reader.folder, hf_name)
-            tensors += self._quantize(hf_name, tensor, param) if self.fp8 else [(hf_name, tensor)]
+            tensors += self._quantize(hf_name, tensor, in_fp8) if self.fp8 else [(hf_name, tensor)]
             copy = copies.get(hf_name)
             if copy and self.original and copy in self.original.names:
                 tensors.append((copy, tensor.clone()))  # tensors of a safetensors file must not share memory
         return tensors
 
-    def _quantize(self, name: str, tensor: Tensor, param: Param) -> list[tuple[str, Tensor]]:
-        """Quantize the tensors that `original` has in FP8; if it has none, all projections, as FP8 releases do."""
+    def _quantize(self, name: str, tensor: Tensor, in_fp8: bool) -> list[tuple[str, Tensor]]:
+        """Quantize a tensor that `original` has in FP8; if it has none in FP8, one that is `in_fp8` in releases."""
         if self.original and self.original.has_fp8:
             if name not in self.original.names or self.original.dtype(name) != FP8:
                 return [(name, tensor)]
             old, old_scale = self.original.read_stored(name), self.original.read_stored(name + SCALE)
             weight, scale = requantize(tensor, old, old_scale)
-        elif param.is_projection:
+        elif in_fp8:
             weight, scale = quantize(tensor)
         else:
             return [(name, tensor)]
@@ -183,11 +192,11 @@ def _params(hf: HfConfig) -> dict[str, Param]:
 
 
 def _dtype(reader: HfReader, param: Param) -> torch.dtype:
-    dtypes = {reader.dtype(name) for name in param.hf}
+    stored = (reader.dtype(name) for name in param.hf)
+    dtypes = {reader.dequantize_to if dtype == FP8 else dtype for dtype in stored}
     if len(dtypes) > 1:
         raise UserError(f"{reader.folder}: {' and '.join(param.hf)} have different dtypes, but are one parameter")
-    dtype = dtypes.pop()
-    return reader.dequantize_to if dtype == FP8 else dtype
+    return dtypes.pop()
 
 
 def _model_of(checkpoint: Path) -> Path:

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,9 @@ from safetensors.torch import save_file
 
 from grpo_mp.checkpoint.hf_reader import INDEX, SINGLE_FILE
 from grpo_mp.config.sections import LoraConfig
+from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import BLOCK
+from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.utils.files import sync_to_disk, write_json
 
 SHARD_BYTES = 2**30  # largest file; a writer has one shard being written, one being filled, and one tensor in memory
@@ -29,6 +31,7 @@ AUX_FILES = (
 )
 QUANTIZATION_CONFIG = "quantization_config"
 FP8_CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+UNQUANTIZED = "modules_to_not_convert"  # key in the quantization_config
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."  # of every tensor name in peft's files
 
@@ -76,17 +79,33 @@ def save_tensors(file: Path, tensors: dict[str, torch.Tensor]) -> None:
         raise OSError(f"{file.name}: {error}") from error
 
 
-def complete_hf(folder: Path, shards: Sequence[str], like: Path, fp8: bool = False) -> None:
+def fp8_config(hf: HfConfig) -> dict[str, Any]:
+    """Return the quantization_config of a model in blockwise FP8, with the names of the modules that stay wide.
+
+    These are the matrices in layers that are not quantized, as in FP8 releases of Qwen, and what is outside the policy.
+    """
+    family = family_of(hf)
+    wide = [
+        name.removesuffix(".weight")
+        for param in family.params(hf).values()
+        if param.layer is not None
+        for name, shape, quantized in zip(param.hf, param.shapes, param.in_fp8, strict=True)
+        if len(shape) == 2 and not quantized
+    ]
+    return FP8_CONFIG | {UNQUANTIZED: ["lm_head", *wide, *(prefix.rstrip(".") for prefix in family.untrained)]}
+
+
+def complete_hf(folder: Path, shards: Sequence[str], like: Path, quantization: Mapping[str, Any] | None = None) -> None:
     """Complete the folder: number the shards of all writers, write the index, copy the auxiliary files, rename it.
 
-    `like`: folder of config, tokenizer and other auxiliary files.
+    `like`: folder of config, tokenizer and other auxiliary files; `quantization`: see `copy_aux_files`.
     """
     incomplete = incomplete_folder(folder)
     files = [shard_name(number, len(shards)) for number in range(1, len(shards) + 1)]
     for shard, file in zip(shards, files, strict=True):
         (incomplete / shard).rename(incomplete / file)
     write_index(incomplete, files)
-    copy_aux_files(like, incomplete, fp8)
+    copy_aux_files(like, incomplete, quantization)
     for other in set(incomplete.rglob("*")) - {incomplete / file for file in files}:
         sync_to_disk(other)
     sync_to_disk(incomplete)
@@ -144,10 +163,10 @@ def _split_by_bytes(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int)
         yield shard
 
 
-def copy_aux_files(like: Path, folder: Path, fp8: bool = False) -> None:
+def copy_aux_files(like: Path, folder: Path, quantization: Mapping[str, Any] | None = None) -> None:
     """Copy config, tokenizer, chat templates, code and licence from `like` to `folder`.
 
-    The new config.json has a quantization_config if `fp8` is set, and none otherwise.
+    The new config.json has the quantization_config of `like`, or else `quantization`; none if `quantization` is None.
     """
     for file in (file for pattern in AUX_FILES for file in like.glob(pattern) if file.is_file()):
         copy = folder / file.relative_to(like)
@@ -155,9 +174,9 @@ def copy_aux_files(like: Path, folder: Path, fp8: bool = False) -> None:
         shutil.copy2(file, copy)
     config_file = folder / "config.json"
     config: dict[str, Any] = json.loads(config_file.read_text()) if config_file.is_file() else {}
-    if config and fp8 != (QUANTIZATION_CONFIG in config):
+    if config and bool(quantization) != (QUANTIZATION_CONFIG in config):
         config.pop(QUANTIZATION_CONFIG, None)
-        config |= {QUANTIZATION_CONFIG: FP8_CONFIG} if fp8 else {}
+        config |= {QUANTIZATION_CONFIG: quantization} if quantization else {}
         config_file.write_text(json.dumps(config, indent=2))
 
 

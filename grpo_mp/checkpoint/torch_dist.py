@@ -30,6 +30,7 @@ from grpo_mp.utils.errors import UserError
 COMMON = "common.pt"
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc\d\.weight)\d+$")
+DELTA_PARTS = ("query", "key", "value", "z", "beta", "alpha")  # rows of fused parameters of gated delta nets
 OPTIMIZER = "optimizer."  # prefix of optimizer keys in checkpoints that Megatron saved
 
 
@@ -43,22 +44,30 @@ class CheckpointSlot:
     padded: bool  # True: the checkpoint may have further rows of vocabulary padding
 
 
-def slot_of(param: Param, config: Mapping[str, Any]) -> CheckpointSlot:
-    """Return the slot of a full parameter in Megatron's checkpoints. `config`: the family's Megatron settings.
+def slots_of(param: Param, config: Mapping[str, Any]) -> tuple[CheckpointSlot, ...]:
+    """Return the slots of a full parameter in Megatron's checkpoints, which hold its rows one after the other.
 
     Homogeneous layers are stacked into one tensor, with the layer as the first axis. The experts of a layer are
-    stacked, too.
+    stacked, too. Fused parameters of gated delta nets have a slot for each part. `config`: the family's Megatron
+    settings.
     """
     key, stacked = param.name, []
     frequency = config.get("moe_layer_freq", 1)
-    homogeneous = isinstance(frequency, int) and frequency <= 1
+    homogeneous = isinstance(frequency, int) and frequency <= 1 and "linear_attention_freq" not in config
     if param.layer is not None and homogeneous:
         key = LAYER.sub("decoder.layers.", key)
         stacked.append((param.layer, int(config["num_layers"])))
     if param.expert is not None:
         key = EXPERT.sub(r".mlp.experts.experts.\1", key)
         stacked.append((param.expert, param.experts))
-    return CheckpointSlot(key, tuple(stacked), param.local_shape(1), param.vocabulary)
+    slot = CheckpointSlot(key, tuple(stacked), param.local_shape(1), param.vocabulary)
+    if not param.sections or param.groups:
+        return (slot,)
+    rows = ((section.stop - section.start) * section.parts for section in param.sections)
+    return tuple(
+        replace(slot, key=f"{key}.{part}", shape=(count, *slot.shape[1:]))
+        for part, count in zip(DELTA_PARTS, rows, strict=False)  # convolutions have the first three
+    )
 
 
 def write_part(folder: Path, tensors: Iterable[tuple[CheckpointSlot, Tensor]]) -> None:
@@ -121,15 +130,18 @@ class TorchDistReader:
 
     def unread(self, params: Iterable[Param]) -> set[str]:
         """Return the names of the stored tensors that hold none of the parameters."""
-        return self._tensors.keys() - {slot_of(param, self._config).key for param in params}
+        return self._tensors.keys() - {slot.key for param in params for slot in slots_of(param, self._config)}
 
     def dtype(self, param: Param) -> torch.dtype:
-        dtype: torch.dtype = self._metadata(slot_of(param, self._config)).properties.dtype
+        dtype: torch.dtype = self._metadata(slots_of(param, self._config)[0]).properties.dtype
         return dtype
 
     def read(self, param: Param) -> Sequence[Tensor]:
         """Return the Hugging Face tensors of a parameter."""
-        slot = slot_of(param, self._config)
+        parts = [self._read_slot(slot) for slot in slots_of(param, self._config)]
+        return unfuse(param, parts[0] if len(parts) == 1 else torch.cat(parts))
+
+    def _read_slot(self, slot: CheckpointSlot) -> Tensor:
         metadata, axes = self._metadata(slot), len(slot.stacked)
         tensor, filled = torch.empty(tuple(metadata.size)[axes:], dtype=metadata.properties.dtype), 0
         for index in self._index(slot, metadata):
@@ -140,7 +152,7 @@ class TorchDistReader:
             filled += piece.numel()
         if filled != tensor.numel():
             raise UserError(f"{self.folder}: pieces of {slot.key} are missing: save or convert it again")
-        return unfuse(param, tensor[: slot.shape[0]])
+        return tensor[: slot.shape[0]]
 
     def _read_chunk(self, index: MetadataIndex) -> Tensor:
         place = self._storage[index]

@@ -73,13 +73,22 @@ class Param(Rule):
 
     @property
     def is_projection(self) -> bool:
-        """Return whether FP8 releases quantize the parameter.
+        """Return whether the parameter is a matrix that can have adapters.
 
-        They quantize all matrices except embedding, output layer, routers, gates of shared experts, and the input
+        These are all matrices except embedding, output layer, routers, gates of shared experts, and the input
         projection of a multi-token-prediction layer.
         """
-        unquantized = ("router.weight", "eh_proj.weight", "shared_experts.gate_weight")
-        return len(self.shapes[0]) == 2 and not self.vocabulary and not self.name.endswith(unquantized)
+        others = ("router.weight", "eh_proj.weight", "shared_experts.gate_weight")
+        return len(self.shapes[0]) == 2 and not self.vocabulary and not self.name.endswith(others)
+
+    @property
+    def in_fp8(self) -> tuple[bool, ...]:
+        """Return for each Hugging Face tensor whether FP8 releases quantize it.
+
+        They quantize projections except the gates b and a of gated delta nets, which are smaller than a block.
+        """
+        unquantized = ("in_proj_ba.weight", "in_proj_b.weight", "in_proj_a.weight")
+        return tuple(self.is_projection and not name.endswith(unquantized) for name in self.hf)
 
     @property
     def num_elements(self) -> int:

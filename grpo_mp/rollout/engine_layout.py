@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_mp.checkpoint.hf_writer import FP8_CONFIG, QUANTIZATION_CONFIG
+from grpo_mp.checkpoint.hf_writer import QUANTIZATION_CONFIG, fp8_config
 from grpo_mp.config.sections import EngineConfig
 from grpo_mp.distributed.layout import divisors
 from grpo_mp.models.families import family_of
@@ -207,5 +207,5 @@ def precision_arguments(args: Mapping[str, Any], hf: HfConfig, cpu: bool) -> dic
     fp8 = engine_uses_fp8(args, hf, cpu)
     if fp8 == is_fp8_checkpoint(hf):
         return {}
-    overrides = json.loads(args.get(OVERRIDES) or "{}") | {QUANTIZATION_CONFIG: FP8_CONFIG if fp8 else None}
+    overrides = json.loads(args.get(OVERRIDES) or "{}") | {QUANTIZATION_CONFIG: fp8_config(hf) if fp8 else None}
     return {OVERRIDES: json.dumps(overrides)}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grpo_mp.checkpoint.chunk_files import ChunkWriter, share_buffer
 from grpo_mp.checkpoint.hf_reader import HfReader, read_non_policy_tensors
-from grpo_mp.checkpoint.hf_writer import begin_hf, complete_hf, write_peft, write_shards
+from grpo_mp.checkpoint.hf_writer import begin_hf, complete_hf, fp8_config, write_peft, write_shards
 from grpo_mp.checkpoint.run_state import (
     TrainState,
     begin_checkpoint,
@@ -218,7 +218,8 @@ def export_policy(policy: Policy, folder: Path, like: Path, bucket_bytes: int | 
 
     on_all_ranks(lambda: begin_hf(folder) if parallel.rank == 0 else None, folder, group)
     shards = list(chain.from_iterable(all_gather(on_all_ranks(write, folder, group), group)))
-    on_all_ranks(lambda: complete_hf(folder, shards, like, fp8) if parallel.rank == 0 else None, folder, group)
+    quantization = fp8_config(policy.hf) if fp8 else None
+    on_all_ranks(lambda: complete_hf(folder, shards, like, quantization) if parallel.rank == 0 else None, folder, group)
 
 
 def export_adapters(policy: Policy, folder: Path, like: Path, bucket_bytes: int | None) -> None:

@@ -75,7 +75,7 @@ class WireFormat:
         param, (number, total) = self.params[piece.name], piece.slice
         dim = param.tp_dim
         shapes = [shape if dim is None else _cut(shape, dim, shape[dim] // total) for shape in param.shapes]
-        specs = self._specs(param, shapes, fp8=self.fp8 and param.is_projection)
+        specs = self._specs(param, shapes, self.fp8)
         if piece.slice == WHOLE or dim is None:
             return specs
         return [replace(spec, sliced=(dim, number, total)) for spec in specs]
@@ -95,39 +95,38 @@ class WireFormat:
 
     def quantizes_shards(self, name: str) -> bool:
         """Return whether a parameter's shards are quantized before they are sent."""
-        return self.fp8 and self.params[name].is_projection and self.is_whole_blocks(name)
+        return self.fp8 and any(self.params[name].in_fp8) and self.is_whole_blocks(name)
 
     def is_whole_blocks(self, name: str) -> bool:
-        """Return whether each tensor-parallel part of a parameter is one range of whole FP8 blocks."""
+        """Return whether each tensor-parallel part of a parameter is one range, in FP8 of whole blocks."""
         param, count = self.params[name], self.parts(name)
         if count == 1 or param.tp_dim is None:
             return True
-        ranges = [shard_ranges(param, index, count, 0) for index in range(len(param.hf))]
-        return all(len(held) == 1 and held[0][1] % BLOCK == 0 for held in ranges)
+        ranges = [(shard_ranges(param, index, count, 0), fp8) for index, fp8 in enumerate(param.in_fp8)]
+        return all(len(held) == 1 and (held[0][1] % BLOCK == 0 or not fp8) for held, fp8 in ranges)
 
     def shard_tensors(self, shard: Shard, tensor: Tensor) -> list[Tensor]:
         """Convert a Megatron shard to the tensors that `shard_specs` describes. `tensor`: this rank's part."""
         param, quantizes = self.params[shard.name], self.quantizes_shards(shard.name)
         pieces: list[Tensor] = []
-        for piece, (first, count) in zip(unfuse(param, tensor), self._kept(shard), strict=True):
+        for piece, (first, count), fp8 in zip(unfuse(param, tensor), self._kept(shard), param.in_fp8, strict=True):
             if param.tp_dim is not None:
                 piece = piece.narrow(param.tp_dim, first, count)
-            pieces += quantize(piece) if quantizes else [piece]
+            pieces += quantize(piece) if quantizes and fp8 else [piece]
         return pieces
 
     def join(self, piece: Piece, shards: Sequence[Sequence[Tensor]]) -> NamedTensors:
         """Join the shards of a piece to the tensors that `specs` describes. `shards`: tensors of each part."""
         param = self.params[piece.name]
+        names = [spec.name for spec in self.specs(piece)]
+        joined: list[Tensor] = []
         if not self.quantizes_shards(piece.name):
-            named = list(zip(param.hf, join(param, shards), strict=True))
-            if not (self.fp8 and param.is_projection):
-                return [(hf_name, tensor.contiguous()) for hf_name, tensor in named]
-            quantized = [(hf_name, quantize(tensor)) for hf_name, tensor in named]
-            return [item for hf_name, (w, s) in quantized for item in ((hf_name, w), (hf_name + SCALE, s))]
-        return [
-            (spec.name, tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim=param.tp_dim or 0))
-            for spec, tensors in zip(self.specs(piece), zip(*shards, strict=True), strict=True)
-        ]
+            for tensor, fp8 in zip(join(param, shards), param.in_fp8, strict=True):
+                joined += quantize(tensor) if self.fp8 and fp8 else [tensor.contiguous()]
+            return list(zip(names, joined, strict=True))
+        for tensors in zip(*shards, strict=True):
+            joined.append(tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim=param.tp_dim or 0))
+        return list(zip(names, joined, strict=True))
 
     def _kept(self, shard: Shard) -> list[tuple[int, int]]:
         """Return what is sent of a shard's Hugging Face tensors, along `tp_dim`: (first row, number of rows) of each.
@@ -151,8 +150,8 @@ class WireFormat:
     def _specs(self, param: Param, shapes: Sequence[Shape], fp8: bool) -> list[TensorSpec]:
         dtype = torch.float32 if param.keep_float32 else self.dtype
         specs = []
-        for name, shape in zip(param.hf, shapes, strict=True):
-            if fp8:
+        for name, shape, quantized in zip(param.hf, shapes, param.in_fp8, strict=True):
+            if fp8 and quantized:
                 rows, columns = shape
                 scale = TensorSpec(name + SCALE, torch.float32, scale_shape((rows, columns)))
                 specs += [TensorSpec(name, FP8, shape), scale]

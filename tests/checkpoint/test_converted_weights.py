@@ -16,7 +16,12 @@ from tests.policy.by_megatron import copies, load_by_megatron, unequal
 from tests.save_policy import save_policy
 from tools.tiny.models import make_tiny, make_tokenizer
 
-CASES = [("qwen3", {"tie_word_embeddings": True}, "float32"), ("deepseek_v3", {}, "bfloat16")]
+CASES: list[tuple[str, dict[str, object], str]] = [
+    ("qwen3", {"tie_word_embeddings": True}, "float32"),
+    ("deepseek_v3", {}, "bfloat16"),
+    ("qwen3_5_text", {}, "float32"),
+    ("qwen3_next", {}, "bfloat16"),
+]
 PART_BYTES = 100_000
 SMALL = {"num_hidden_layers": 2, "hidden_size": 64}
 

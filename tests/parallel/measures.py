@@ -144,7 +144,8 @@ def _export_to_a_full_disk(bench: Bench) -> str:
 
 
 def compare_folders(folder: Path, model: Path, fp8: bool, params: Mapping[str, Param]) -> list[str]:
-    quantized = {name for param in params.values() if param.is_projection for name in param.hf} if fp8 else set()
+    pairs = chain.from_iterable(zip(param.hf, param.in_fp8, strict=True) for param in params.values())
+    quantized = {name for name, in_fp8 in pairs if in_fp8 and fp8}
     with HfReader(folder) as written, HfReader(model) as source:
         expected = {}
         for name in source.stored_names:

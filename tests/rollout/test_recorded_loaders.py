@@ -34,7 +34,11 @@ CASES: list[tuple[str, int, dict[str, Any], tuple[int, ...]]] = [
     ("qwen3-30b-a3b", 8, {}, (5,)),  # 96 rows each
     ("qwen3-235b-a22b", 16, {"ep_size": 8, "attn_dp_size": 4}, (11,)),
     ("qwen3-next-80b-a3b", 4, {"ep_size": 4}, (2,)),
+    ("qwen3-next-80b-a3b", 4, {"ep_size": 4, **FP8}, (3,)),
     ("qwen3.5-35b-a3b", 4, {"ep_size": 4}, (1,)),
+    ("qwen3.5-35b-a3b", 2, FP8, (1,)),
+    ("qwen3.8-27b", 4, FP8, (1,)),
+    ("glm-4.5", 4, {"ep_size": 4, **FP8}, (3,)),
     ("qwen3.8-27b", 4, {}, (3,)),
     ("mixtral-8x22b", 8, {"ep_size": 4}, (3,)),
     ("qwen3-8b", 4, {}, (2,)),
