@@ -1,7 +1,9 @@
 """GPU memory of SGLang servers: the engine with its draft layer, reward models, and a teacher."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from grpo_mp.models.families import family_of
 from grpo_mp.models.mapping import Rule
@@ -9,10 +11,13 @@ from grpo_mp.planner.clusters import OVERHEADS
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.parameter_count import rule_parameters
 from grpo_mp.policy.parameter_bytes import DTYPE_BYTES
+from grpo_mp.rollout.engine_args import speculative_arguments
 from grpo_mp.rollout.engine_layout import read_argument
 from grpo_mp.utils.errors import UserError
 
 STATES_TO_KV_CACHE = 0.9  # memory of states of linear attention by that of the KV cache (mamba_full_memory_ratio)
+STATE_SLOTS = 3  # that SGLang counts for a running sequence and its cached prefixes
+CONVOLUTION_BYTES = 2  # of an input of a convolution: SGLang keeps them in bfloat16
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 
@@ -28,7 +33,7 @@ class EngineMemory:
     kv_cache: float = 0.0
     draft_kv_cache: float = 0.0
     states: float = 0.0  # of linear attention
-    state_slots: int = 0  # states of sequences that the whole engine has room for
+    state_sequences: int = 0  # running sequences that the whole engine has states for
     cuda_graphs: float = 0.0
     communication: float = 0.0
     bytes_per_token: float = 1.0
@@ -51,12 +56,9 @@ def engine_memory(job: PlannedJob) -> EngineMemory:
     bytes_per_token = elements * (1 if in_fp8 else DTYPE_BYTES[job.settings.model.dtype])
     # SGLang sizes both caches together: the draft layer caches the same number of tokens in one layer.
     draft_layers = int(job.settings.engine.speculative.drafts_by_mtp)
-    states, slot_bytes = 0.0, state_bytes(job)
-    if slot_bytes:
-        ratio = read_argument(args, "mamba_full_memory_ratio", STATES_TO_KV_CACHE)
-        states = caches * ratio / (1 + ratio)
-        caches -= states
-    draft_kv_cache = caches * draft_layers / (model.num_layers + draft_layers)
+    states, state_sequences = state_pool(job, caches)
+    caches = max(0.0, caches - states)
+    draft_kv_cache = caches * draft_layers / (model.num_attention_layers + draft_layers)
     deepep = OVERHEADS.deepep_buffers if args.get("moe_a2a_backend") == "deepep" else 0.0
     return EngineMemory(
         weights=weights,
@@ -64,7 +66,7 @@ def engine_memory(job: PlannedJob) -> EngineMemory:
         kv_cache=caches - draft_kv_cache,
         draft_kv_cache=draft_kv_cache,
         states=states,
-        state_slots=int(states / slot_bytes) * job.engine_parallelism.replicas if slot_bytes else 0,
+        state_sequences=state_sequences * job.engine_parallelism.replicas,
         cuda_graphs=0.0 if args.get("disable_cuda_graph") else OVERHEADS.cuda_graphs,
         communication=OVERHEADS.engine_nccl + deepep,
         bytes_per_token=bytes_per_token,
@@ -72,13 +74,55 @@ def engine_memory(job: PlannedJob) -> EngineMemory:
     )
 
 
+def state_pool(job: PlannedJob, caches: float) -> tuple[float, int]:
+    """Return the bytes of states of linear attention on one GPU, and the running sequences that they suffice for.
+
+    As SGLang's `_handle_max_mamba_cache` divides the `caches` bytes that states and KV cache have together. One slot is
+    padding, and with speculative decoding each running sequence has a state for every verified token.
+    """
+    size = state_bytes(job)
+    if not size:
+        return 0.0, 0
+    engine = job.settings.engine
+    replicas = job.engine_parallelism.replicas
+    args = {**engine.args, **speculative_arguments(engine, job.settings.rollout.group_size)}
+    verified = read_argument(args, "speculative_num_draft_tokens", 0)
+    per_sequence = _slots_per_sequence(args)
+    running = read_argument(args, "max_running_requests", 0)
+    slots = read_argument(args, "max_mamba_cache_size", 0) // replicas
+    if not slots and args.get("disable_radix_cache") and running:
+        slots = max(1, running // replicas)
+    if not slots:
+        ratio = read_argument(args, "mamba_full_memory_ratio", STATES_TO_KV_CACHE)
+        budget = caches * ratio / (1 + ratio) - size * (1 + verified)
+        slots = max(0, int(budget / (size * (1 + verified / per_sequence))))
+    sequences = slots // per_sequence
+    verifying = verified * (1 + min(max(1, running // replicas), sequences))
+    return size * (slots + 1 + verifying), sequences
+
+
+def _slots_per_sequence(args: Mapping[str, Any]) -> int:
+    """Return the states that a running sequence needs: more where the radix cache tracks states during decoding."""
+    if args.get("disable_radix_cache"):
+        return 1
+    strategy = args.get("mamba_radix_cache_strategy", "auto")
+    overlaps = not args.get("disable_overlap_schedule")
+    if strategy == "auto":
+        tracks = overlaps or read_argument(args, "page_size", 1) > 1
+        is_triton = args.get("linear_attn_backend", "triton") == "triton"
+        strategy = "extra_buffer" if tracks and is_triton else "no_buffer"
+    return STATE_SLOTS + {"extra_buffer": 1 + overlaps, "extra_buffer_lazy": 1}.get(strategy, 0)
+
+
 def state_bytes(job: PlannedJob) -> float:
-    """Return the bytes on one GPU of the states of one sequence: float32 states, and inputs of the convolutions."""
+    """Return the bytes on one GPU of the states of one sequence, with the inputs of the convolutions."""
     linear = job.model.linear
     if linear is None:
         return 0.0
-    inputs = linear.channels * (linear.window - 1) * DTYPE_BYTES[job.settings.model.dtype]
-    return len(linear.layers) * (4 * linear.state_elements + inputs) / job.engine_parallelism.attention_tensor
+    named = job.settings.engine.args.get("mamba_ssm_dtype") or job.hf.get("mamba_ssm_dtype")
+    state = linear.state_elements * (2 if named in ("bfloat16", "float16") else 4)
+    inputs = linear.channels * (linear.window - 1) * CONVOLUTION_BYTES
+    return len(linear.layers) * (state + inputs) / job.engine_parallelism.attention_tensor
 
 
 def engine_weight_bytes(job: PlannedJob) -> float:

@@ -26,7 +26,6 @@ from grpo_mp.weight_sync.compare import MAX_TEXTS, comparison_sequences
 from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY
 from grpo_mp.weight_sync.wire import BUCKET_BYTES
 
-SLOTS_PER_SEQUENCE = 3  # states that SGLang holds for a running sequence and its cached prefixes
 MOMENTS = 256  # points in a rollout at which the batch size is sampled
 
 
@@ -66,12 +65,12 @@ def samples_per_engine(job: PlannedJob) -> int:
 
 
 def running_sequences(job: PlannedJob, engine: EngineMemory) -> float:
-    """Return the largest number of concurrent sequences of one engine, which settings and the KV cache limit."""
+    """Return the largest number of concurrent sequences of one engine, which settings and the caches limit."""
     in_flight = job.settings.engine.concurrent_groups * job.settings.rollout.group_size
     limit = float(job.settings.engine.args.get("max_running_requests") or in_flight)
     cached = engine.kv_cache_tokens / job.mean_seq_len
     if job.model.linear:
-        cached = min(cached, engine.state_slots / SLOTS_PER_SEQUENCE)
+        cached = min(cached, engine.state_sequences)
     return min(samples_per_engine(job), max(1.0, min(in_flight, limit, cached)))
 
 

@@ -85,13 +85,14 @@ def forward_flops_per_token(model: ModelShape, hf: HfConfig, context_tokens: flo
 def _linear_attention_flops(model: ModelShape) -> float:
     """Return the forward FLOPs per token of all gated delta nets, in chunks of C tokens (arXiv 2412.06464, 3.3).
 
-    Per head: reading, erasing and writing the state, and C^2 products of keys, queries and values within a chunk.
+    Per head: reading, erasing and writing the state, and five C^2 products within a chunk: keys and queries by keys,
+    the inverse by keys and by values, and scores by values.
     """
     linear = model.linear
     if linear is None:
         return 0.0
     state = 6 * linear.key_dim * linear.value_dim
-    chunk = 2 * CHUNK_TOKENS * (2 * linear.key_dim + 2 * linear.value_dim)
+    chunk = 2 * CHUNK_TOKENS * (3 * linear.key_dim + 2 * linear.value_dim)
     return float(len(linear.layers) * linear.value_heads * (state + chunk))
 
 

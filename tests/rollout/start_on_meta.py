@@ -48,6 +48,7 @@ H100 = SimpleNamespace(
     uuid="GPU-0",
 )
 GPUS_PER_NODE = 8
+CACHES = 30.0  # GiB of a GPU that weights leave to caches
 KERNEL_PACKAGES = ("deep_ep", "deep_gemm", "torch_memory_saver")
 BLACKWELL_KERNEL = "sglang.kernels.ops.gemm.cutedsl_dual_gemm"
 PARALLEL_FIELDS = {  # group -> the fields of SGLang's parallel state that hold its size and this process's rank in it
@@ -147,8 +148,34 @@ def start_on_meta(arguments: dict[str, Any]) -> dict[str, Any]:
         "draft": type(draft).__name__,
         "draft_bytes": sum(parameter.nbytes for parameter in draft.parameters()) if draft else 0,
         "synced": [_loaded_by_sync(each, server_args) for each in (model, draft)] if draft else [],
+        "states": _states_of_linear_attention(server_args),
         **resolved,
     }
+
+
+def _states_of_linear_attention(server_args: Any) -> list[float]:
+    """Divide `CACHES` GiB as SGLang does; return running sequences, and GiB of their states: [] for other models."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+    from sglang.srt.runtime_context import get_parallel, get_schedule, get_spec
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    config = mambaish_config(ModelConfig.from_server_args(server_args))
+    if config is None:
+        return []
+    configurator = Mock(
+        spec_algorithm=SpeculativeAlgorithm.from_string(get_spec().speculative_algorithm),
+        mambaish_config=config,
+        hybrid_gdn_config=config,
+        pp_size=1,
+        attn_dp_size=get_parallel().attn_dp_size,
+        extra_mamba_cache_bytes_per_req=0,
+        fused_entry_bytes=lambda kind: None,
+    )
+    configurator._calculate_mamba_ratio = partial(KVCacheConfigurator._calculate_mamba_ratio, configurator)
+    rest = KVCacheConfigurator._handle_max_mamba_cache(configurator, CACHES)
+    return [get_schedule().max_mamba_cache_size // configurator._calculate_mamba_ratio(), CACHES - rest]
 
 
 def _loaded_by_sync(model: Any, server_args: Any) -> dict[str, list[str]]:

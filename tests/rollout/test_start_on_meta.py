@@ -15,14 +15,15 @@ from grpo_mp.config import Settings, load_settings
 from grpo_mp.distributed.ports import claim_ports
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.clusters import read_cluster
-from grpo_mp.planner.engine_memory import engine_weight_bytes
+from grpo_mp.planner.engine_memory import engine_weight_bytes, state_pool
 from grpo_mp.planner.job import make_job
 from grpo_mp.planner.model_configs import find_config, published_config
 from grpo_mp.rollout.engine_args import DP_ATTENTION_PORTS, ENGINE_SITE, engine_arguments, ports_needed
 from grpo_mp.rollout.engine_layout import EnginePlacement, engine_parallelism, engine_uses_fp8
 from grpo_mp.rollout.rollout import engine_spec
-from tests.planner.jobs import settings_of
+from tests.planner.jobs import job_of, settings_of
 from tests.recipes import RL
+from tests.rollout.start_on_meta import CACHES, GIB
 from tools.tiny.models import make_tiny, make_tokenizer
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -37,6 +38,17 @@ DRAFTS: list[tuple[str, int, dict[str, Any]]] = [
     ("deepseek-r1", 16, {"algorithm": "mtp"}),
     ("glm-4.5", 8, {"algorithm": "mtp", "num_steps": 4}),
     ("qwen3-30b-a3b", 8, {"algorithm": "ngram", "num_steps": 7}),
+]
+LINEAR = "qwen3.5-35b-a3b"
+# engine.args and engine.speculative of a model with linear attention
+STATES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({"disable_overlap_schedule": True, "attn_dp_size": 2}, {}),
+    ({"mamba_radix_cache_strategy": "extra_buffer_lazy", "mamba_ssm_dtype": "bfloat16"}, {}),
+    ({"disable_radix_cache": True, "mamba_full_memory_ratio": 2.0}, {}),
+    ({"disable_radix_cache": True, "max_running_requests": 300}, {}),
+    ({"max_mamba_cache_size": 500, "attn_dp_size": 2}, {}),
+    ({"max_running_requests": 100}, {"algorithm": "ngram", "num_steps": 3}),
 ]
 
 
@@ -84,6 +96,10 @@ def facts_by_case(tmp_path_factory: pytest.TempPathFactory) -> Facts:
         settings = settings_of(engine={"gpus_per_engine": gpus, "speculative": speculative})
         name = f"draft {number}"
         cases[name] = cuda_arguments(settings, published_config(model), folder / name)
+    for number, (args, speculative) in enumerate(STATES):
+        settings = settings_of(engine={"gpus_per_engine": 4, "args": args, "speculative": speculative})
+        name = f"states {number}"
+        cases[name] = cuda_arguments(settings, published_config(LINEAR), folder / name)
     facts: Facts = run_module("start_on_meta", cases)
     return facts
 
@@ -144,3 +160,16 @@ def test_an_engine_drafts_as_it_is_set(facts_by_case: Facts, number: int) -> Non
     assert not target["loaded"]
     assert [name for name in draft["others"] if not name.endswith(("embed_tokens.weight", "head.weight"))] == []
     assert any("experts" in name for name in draft["loaded"])
+
+
+@pytest.mark.parametrize("number", range(len(STATES)))
+def test_states_of_linear_attention_take_what_the_plan_says(facts_by_case: Facts, number: int) -> None:
+    """SGLang's own division of memory between states and KV cache."""
+    args, speculative = STATES[number]
+    facts = facts_by_case[f"states {number}"]
+    assert "error" not in facts, facts["error"]
+    job = job_of(LINEAR, "h100-80", 1, engine={"gpus_per_engine": 4, "args": args, "speculative": speculative})
+    sequences, gibibytes = facts["states"]
+    size, planned_sequences = state_pool(job, CACHES * GIB)
+    assert planned_sequences == sequences
+    assert size / GIB == pytest.approx(gibibytes, rel=1e-6)
