@@ -170,6 +170,8 @@ def _rule_bytes(job: PlannedJob, rule: Rule) -> float:
     embeds = rule.name.startswith("embedding") or job.settings.engine.args.get("enable_dp_lm_head")
     like_layers = "layers" in rule.name or embeds
     tensor = parallelism.divisor(rule.name) if like_layers else parallelism.gpus
+    if rule.name.startswith("embedding") and parallelism.replicas > 1 and job.hf.model_type.startswith("qwen3_5"):
+        tensor = 1  # SGLang divides this family's embedding only where attention has no replicas
     count = rule_parameters(rule, tensor, parallelism.expert, parallelism.expert_tensor)
     return count.total * bytes_per_element(job, rule)
 

@@ -19,6 +19,10 @@ from grpo_mp.platform import fake_cuda, import_hook
 
 DTYPES = ("kByte", "kInt32", "kFloat32", "kFloat16", "kBFloat16", "kFloat8E4M3", "kFloat8E5M2", "kFloat4E2M1")
 BACKENDS = ("NVTE_No_Backend", "NVTE_F16_arbitrary_seqlen", "NVTE_FP8")
+STUBBED = (
+    "transformer_engine.pytorch.onnx_extensions",  # requires onnxscript
+    *("fla.modules.l2norm", "fla.modules.convolution", "fla.ops.gated_delta_rule"),  # flash-linear-attention
+)
 
 
 class _Enum(type):
@@ -61,8 +65,8 @@ def install_te_stub(folder: Path) -> ModuleType:
     module.DType = IntEnum("DType", DTYPES, start=0)
     module.NVTE_Fused_Attn_Backend = IntEnum("NVTE_Fused_Attn_Backend", BACKENDS, start=-1)
     sys.modules["transformer_engine_torch"] = module
-    onnx = "transformer_engine.pytorch.onnx_extensions"  # requires onnxscript
-    sys.modules[onnx] = _CompiledModule(onnx)
+    for name in STUBBED:
+        sys.modules[name] = _CompiledModule(name)
     patches = {"transformer_engine.common": _skip_extension, "transformer_engine.pytorch.utils": _patch_devices}
     # Packages that import Megatron have installed the trainer's hook already, which leaves TransformerEngine as it is.
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, import_hook._Finder)]
