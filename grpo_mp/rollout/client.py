@@ -196,16 +196,31 @@ class EngineClient:
         calls = [(call["name"], call["parameters"]) for call in parsed["calls"] if call["name"]]
         return str(parsed["normal_text"]), calls
 
-    async def score(self, token_lists: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return the logprobs of the tokens of given sequences at temperature 1; entry i belongs to token i + 1."""
+    async def score(self, token_lists: Sequence[Sequence[int]], replica: int = 0) -> list[list[float]]:
+        """Return the logprobs of the tokens of given sequences at temperature 1; entry i belongs to token i + 1.
+
+        `replica`: the attention replica of the engine that computes them.
+        """
         body = {
             "input_ids": [list(tokens) for tokens in token_lists],
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             "return_logprob": True,
             "logprob_start_len": 0,
+            "routed_dp_rank": replica,
         }
         reply = await self._call("POST", "/generate", body)
         return [[entry[0] for entry in output["meta_info"]["input_token_logprobs"][1:]] for output in reply]
+
+    async def decode(self, token_lists: Sequence[Sequence[int]], count: int, replica: int = 0) -> list[EngineOutput]:
+        """Continue sequences by their `count` most probable tokens, with logprobs at temperature 1."""
+        body = {
+            "input_ids": [list(tokens) for tokens in token_lists],
+            "sampling_params": SamplingParams(count, temperature=0.0, ignore_eos=True).as_json(1),
+            "return_logprob": True,
+            "routed_dp_rank": replica,
+        }
+        reply = await self._generate(body)
+        return [self._parse_output(output, 0, None) for output in reply]
 
     async def flush_cache(self) -> None:
         """Empty the radix cache; the server refuses this while requests run."""

@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 
 from grpo_mp import platform
-from grpo_mp.algorithms.settings import RolloutCorrectionConfig
 from grpo_mp.checkpoint.run_state import MANIFEST, read_manifest
 from grpo_mp.config import Settings, dump_settings, load_settings
-from grpo_mp.config.sections import EngineConfig, LayoutConfig, RolloutConfig, SyncConfig, TrainingConfig
+from grpo_mp.config.sections import EngineConfig, LayoutConfig, TrainingConfig
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.distributed.nccl_memory import NcclMemory, can_suspend
 from grpo_mp.distributed.process_groups import WAITED_PHASES, Job, make_parallel
@@ -28,6 +27,7 @@ from grpo_mp.policy.critic import Critic
 from grpo_mp.policy.offload import device_items
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.reference import Reference
+from grpo_mp.rollout.engine_layout import attention_replicas
 from grpo_mp.rollout.hosted_engine import START_TIMEOUT_S
 from grpo_mp.rollout.rollout import Rollout, RolloutParts, engines_can_load_weights
 from grpo_mp.trainer.engine_check import MAX_PROMPTS, EngineCheck
@@ -119,11 +119,8 @@ def open_engines(
             shards = PolicyShards.of_policy(policy) if policy else PolicyShards.none(inputs.hf, settings.layout)
             sync = build_weight_sync(settings.engine, settings.model, settings.sync, shards, rollout, job)
             precision = _precision(sync.resharder.wire, settings.training, settings.engine, settings.model.dtype)
-            correction = settings.algorithm.rollout_correction
             recovery.weight_sync = sync
-            recovery.engine_check = _engine_check(
-                engines, inputs, settings.rollout, settings.sync, precision, correction
-            )
+            recovery.engine_check = _engine_check(engines, inputs, settings, precision)
             if policy and settings.keeps_former_weights:
                 recovery.former = Reference(policy.trained_tensors)
         yield engines
@@ -176,14 +173,7 @@ def make_phases(
     )
 
 
-def _engine_check(
-    engines: Engines,
-    inputs: RunInputs,
-    rollout: RolloutConfig,
-    sync: SyncConfig,
-    precision: str,
-    correction: RolloutCorrectionConfig,
-) -> EngineCheck:
+def _engine_check(engines: Engines, inputs: RunInputs, settings: Settings, precision: str) -> EngineCheck:
     assert engines.recovery.weight_sync
     return EngineCheck(
         engines.policy,
@@ -193,10 +183,11 @@ def _engine_check(
         engines=engines.rollout,
         phases=engines.phases,
         prompts=[prompt.tokens for prompt in islice(inputs.train, MAX_PROMPTS)],
-        longest=rollout.max_sequence_tokens,
+        longest=settings.rollout.max_sequence_tokens,
+        replicas=attention_replicas(settings.engine.args),
         precision=precision,
-        tolerance=sync.check_tolerance,
-        correction=correction,
+        tolerance=settings.sync.check_tolerance,
+        correction=settings.algorithm.rollout_correction,
     )
 
 

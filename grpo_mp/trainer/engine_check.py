@@ -1,8 +1,11 @@
 """Compare every engine's logprobs with the policy's after a weight sync."""
 
+import asyncio
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -14,12 +17,14 @@ from grpo_mp.batching.updates import alignment
 from grpo_mp.distributed.process_groups import Job, broadcast
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.rounding import rounding_noise
+from grpo_mp.rollout.client import EngineClient
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.trainer.phase_manager import PhaseManager
 from grpo_mp.utils.errors import EarlyStopError
 from grpo_mp.utils.phases import WEIGHT_CHECK, Phase
 from grpo_mp.utils.types import Sample
 from grpo_mp.weight_sync.compare import (
+    DECODED_TOKENS,
     LEAST_LIMIT,
     NOT_COMPARED,
     RECHECK_SETS,
@@ -43,7 +48,7 @@ LOGGER = logging.getLogger(__name__)
 
 @dataclass
 class EngineCheck:
-    """Compares every engine's logprobs with the policy's on train prompts."""
+    """Compares every engine's logprobs with the policy's on train prompts, in each attention replica of the engine."""
 
     policy: Policy | None  # None on ranks that only host an engine
     has_experts: bool  # without experts, no token can be routed differently
@@ -53,6 +58,7 @@ class EngineCheck:
     phases: PhaseManager
     prompts: Sequences  # token ids of train prompts
     longest: int  # tokens of a compared text
+    replicas: int  # attention replicas of an engine
     precision: str  # that engines compute in: a dtype, or fp8
     tolerance: float | None  # sync.check_tolerance
     correction: RolloutCorrectionConfig
@@ -119,10 +125,13 @@ class EngineCheck:
         rounding = max(self._rounding, LEAST_LIMIT / ROUNDING_FACTOR)
         sentence = self._describe(engine, report)
         if self.tolerance or not report.mean <= WRONG_FACTOR * rounding:  # negated, so that NaN fails
-            raise EarlyStopError(
-                f"{sentence}; a second sync changes nothing: the engine computes another function, as by another rope, "
-                "scale or norm: find the layer by `grpo-mp doctor model`"
-            )
+            other = "another function, as by another rope, scale or norm: find the layer by `grpo-mp doctor model`"
+            if not report.decoding <= self._limit:
+                other = (
+                    f"logprobs that are {report.decoding:.3g} off in decoding and right in prefill: choose other "
+                    "kernels by engine.args (attention_backend, kv_cache_dtype, moe_a2a_backend, disable_cuda_graph)"
+                )
+            raise EarlyStopError(f"{sentence}; a second sync changes nothing: the engine computes {other}")
         self._warned = report.mean
         remedy = "set algorithm.rollout_correction={kind: truncate, high: 2.0}, which covers it, or model.dtype=float32"
         if self.correction.kind != "none":
@@ -145,16 +154,30 @@ class EngineCheck:
         sequences = comparison_sequences(self.prompts, self.longest, number)
         with self.phases.phase(Phase.SYNC, "policy logprobs"):
             expected = self._policy_logprobs(sequences)
-        differences = torch.zeros(job.world_size, 3, dtype=torch.float64)
+        differences = torch.zeros(job.world_size, 4, dtype=torch.float64)
         with self.phases.phase(Phase.CHECK):
             with self.engines.losing_engine() as client:
                 if client:
-                    report = compare(self.engines.call(client.score(sequences)), expected)
-                    measured = [report.mean, report.largest, report.tokens]
+                    report = self.engines.call(self._compare_engine(client, sequences, expected))
+                    measured = [report.mean, report.largest, report.tokens, report.decoding]
                     differences[job.rank] = torch.tensor(measured, dtype=torch.float64)
             dist.all_reduce(differences, group=job.group)
-        of_engines = [differences[rank].tolist() for rank in self.engines.host_ranks]
-        return [CheckReport(mean, largest, int(tokens)) for mean, largest, tokens in of_engines], expected
+        reports = [CheckReport(*differences[rank].tolist()) for rank in self.engines.host_ranks]
+        return [replace(report, tokens=int(report.tokens)) for report in reports], expected
+
+    async def _compare_engine(self, client: EngineClient, sequences: Sequences, expected: Logprobs) -> CheckReport:
+        """Return the worst report on a replica of the engine: its prefill beside the policy, or beside its decoding."""
+
+        async def compare_replica(replica: int) -> list[CheckReport]:
+            outputs = await client.decode(sequences, DECODED_TOKENS, replica)
+            decoded = [(*tokens, *output.tokens) for tokens, output in zip(sequences, outputs, strict=True)]
+            scored = list(zip(await client.score(decoded, replica), expected, strict=True))
+            prefill = compare([logprobs[: len(known)] for logprobs, known in scored], expected)
+            decoding = compare([output.logprobs for output in outputs], [one[len(known) :] for one, known in scored])
+            return [prefill, replace(decoding, decoding=decoding.mean)]
+
+        by_replica = await asyncio.gather(*map(compare_replica, range(self.replicas)))
+        return max(chain(*by_replica), key=lambda report: (not report.passes(math.inf), report.mean))
 
     def _measure(self, number: int, expected: Logprobs) -> CheckReport:
         """Return how far rounding noise moves the policy's logprobs on a set of texts from `expected`."""

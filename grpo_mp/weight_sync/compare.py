@@ -21,18 +21,21 @@ MAX_ROUTING_TIES = 3
 MIN_TEXTS = 4
 MAX_TEXTS = 32
 MIN_TOKENS = 256
+DECODED_TOKENS = 16  # that an engine generates after each text
 
 
 @dataclass(frozen=True)
 class CheckReport:
     """Mean and largest |logprob difference| of engine and policy over `tokens` tokens [nats], and the mean's limit.
 
+    `decoding`: the mean, if the tokens are those that the engine generated, compared with its own prefill, else 0.
     `tokens` is 0 if no engine was compared.
     """
 
     mean: float
     largest: float
     tokens: int
+    decoding: float = 0.0
     limit: float = 0.0
 
     def passes(self, tolerance: float) -> bool:
@@ -80,7 +83,8 @@ def pool_reports(reports: Sequence[CheckReport]) -> CheckReport:
     """Combine reports on different tokens into one report over all tokens."""
     tokens = sum(report.tokens for report in reports)
     mean = sum(report.mean * report.tokens for report in reports) / max(1, tokens)
-    return CheckReport(mean, max(report.largest for report in reports), tokens)
+    decoding = max(report.decoding for report in reports)
+    return CheckReport(mean, max(report.largest for report in reports), tokens, decoding)
 
 
 def trimmed_mean(reports: Sequence[CheckReport]) -> float:

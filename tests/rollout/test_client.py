@@ -82,6 +82,16 @@ def test_score_gives_the_logprob_of_every_token_but_the_first(
             torch.testing.assert_close(torch.tensor(logprobs), reference, atol=TOLERANCE, rtol=0)
 
 
+def test_decoding_continues_by_the_most_probable_tokens(
+    ask: Ask, model_folder: Path, expected_logprobs: Logprobs
+) -> None:
+    sequences = [[4, 5, 6, 7, 8], list(range(20, 60)), [4, 5]]
+    for tokens, output in zip(sequences, ask(lambda client: client.decode(sequences, 6)), strict=True):
+        best = expected_logprobs(model_folder, [*tokens, *output.tokens])[len(tokens) - 1 : -1].max(1)
+        assert best.indices.tolist() == list(output.tokens)
+        torch.testing.assert_close(torch.tensor(output.logprobs), best.values, atol=TOLERANCE, rtol=0)
+
+
 def generate_while(
     ask: Ask,
     action: Callable[[EngineClient], Awaitable[None]],
