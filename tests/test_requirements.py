@@ -49,3 +49,9 @@ def test_an_installed_package_is_the_locked_one(package: str) -> None:
 @pytest.mark.parametrize("package", TE_SOURCE)
 def test_te_source_is_what_a_gpu_runs(package: str) -> None:
     assert TE_SOURCE[package] == GPU[package]
+
+
+@pytest.mark.parametrize("package", ["nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm", "nvidia-cuda-cccl"])
+def test_the_compiler_is_of_the_release_of_cudas_headers(package: str) -> None:
+    """CUDA's C++ library refuses to compile otherwise."""
+    assert GPU[package].release[:2] == GPU["nvidia-cuda-runtime"].release[:2]
