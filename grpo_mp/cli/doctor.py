@@ -20,7 +20,8 @@ each node (srun --overlap), then once more on any. The exit status is 1 if a ran
 
 MACHINE = """Check whether this machine is fit to train: grpo-mp doctor machine
 
-Checks GPUs, how fast ranks exchange tensors, shared memory, and whether the packages with kernels load.
+Checks GPUs, whether engines can start and compile kernels, InfiniBand, how fast ranks exchange tensors, memory, disks,
+and whether the packages with kernels load.
 """
 
 MODEL = """Find where policy and engine part from transformers on the same tokens: grpo-mp doctor model FOLDER

@@ -1,7 +1,9 @@
 """Check whether a machine is fit for training."""
 
+import ctypes
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -18,8 +20,8 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException, spawn
 
 from grpo_mp import platform
-from grpo_mp.platform.cuda_libraries import check_engine_libraries
-from grpo_mp.platform.machine_check import check_device
+from grpo_mp.platform.cuda_libraries import check_engine_libraries, cuda_environment
+from grpo_mp.platform.machine_check import DRIVER, check_device
 from grpo_mp.utils.errors import UserError, one_line
 from grpo_mp.utils.findings import Finding, Level
 from grpo_mp.utils.phases import GIB
@@ -29,6 +31,12 @@ CORE = {  # package -> module
     "transformer-engine": "transformer_engine",
 }
 SHARED_MEMORY, ENOUGH_SHARED_BYTES = "/dev/shm", 2**30
+LEAST_GLIBC = (2, 34)  # of SGLang's wheels
+CACHES, ENOUGH_CACHE_BYTES = Path("~/.cache"), 2 * 2**30  # compiled kernels
+INFINIBAND = Path("/sys/class/infiniband")
+PEER_MEMORY = Path("/sys/module/nvidia_peermem")  # module of the kernel by which network cards read GPU memory
+SLOW_SHARE = 0.9  # rate of a GPU / rate of the fastest of the machine
+MATRIX, MATRIX_REPEATS = 8192, 20  # size of the multiplied matrices
 CPU_RANKS = 2  # ranks that exchange tensors on a machine without a GPU
 EXCHANGE_LIMIT_S, IMPORT_LIMIT_S = 180.0, 300.0
 CUDA_BYTES, CPU_BYTES = 2**28, 2**22  # size of the exchanged tensor
@@ -41,10 +49,12 @@ KERNELS = {
     "amp_C": "build apex against this torch, or uninstall it: TransformerEngine has its kernels",
     "deep_ep": "build DeepEP against this torch and NVSHMEM, or leave engine.args.moe_a2a_backend out",
     "deep_gemm": "install the tested sglang-kernel and DeepGEMM, or leave FP8 out",
+    "flash_mla": "install sgl-flash-mla of the tested set, or leave engine.args.attention_backend=flashmla out",
+    "flashinfer": "install flashinfer-python of the tested set",
     "flash_attn": "build flash-attn against this torch, or uninstall it",
 }
 OWNERS = {"amp_C": "apex"}  # module -> package, where the names differ
-REQUIRED = ("transformer_engine.pytorch", "torch_memory_saver", "sgl_kernel")  # required on a GPU
+REQUIRED = ("transformer_engine.pytorch", "torch_memory_saver", "sgl_kernel", "flashinfer")  # required on a GPU
 
 
 def examine() -> Iterator[Finding]:
@@ -53,18 +63,62 @@ def examine() -> Iterator[Finding]:
     yield from check_devices(count)
     if platform.on_cuda():
         yield from check_engines()
+        yield from check_network(INFINIBAND)
     yield from check_memory()
+    yield from check_caches(CACHES.expanduser())
     yield Finding(Level.OK, ", ".join(f"{name} {version(name)}" for name in CORE if find_spec(CORE[name])))
     yield from check_kernels()
     yield from check_exchange(count if platform.on_cuda() else CPU_RANKS)
 
 
 def check_engines() -> Iterator[Finding]:
-    """Yield an error if the processes of an engine cannot start or find no CUDA toolkit."""
+    """Yield an error if SGLang's wheels do not fit, or if an engine's processes cannot start or compile kernels."""
+    glibc = str(os.confstr("CS_GNU_LIBC_VERSION")).rpartition(" ")[2]
+    if tuple(map(int, glibc.split("."))) < LEAST_GLIBC:
+        sentence = f"glibc is {glibc}, and SGLang's kernels need {'.'.join(map(str, LEAST_GLIBC))}"
+        yield Finding(Level.ERROR, sentence, (), "use a newer system, or a container of one (launch/README.md)")
     try:
         check_engine_libraries(os.environ)
     except UserError as error:
         yield Finding(Level.ERROR, str(error))
+
+
+def check_network(infiniband: Path) -> Iterator[Finding]:
+    """Yield the active InfiniBand ports, and warnings if NCCL and NVSHMEM cannot use them. `infiniband`: in sysfs."""
+    ports = [state.parent for state in sorted(infiniband.glob("*/ports/*/state")) if "ACTIVE" in state.read_text()]
+    if not ports:
+        yield Finding(Level.OK, "no InfiniBand port is active: NCCL uses TCP between nodes, DeepEP works inside a node")
+        return
+    yield Finding(Level.OK, f"active InfiniBand ports: {', '.join(f'{port.parts[-3]}/{port.name}' for port in ports)}")
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if locked != resource.RLIM_INFINITY:
+        sentence = f"{locked // 1024} KiB of memory may be locked: NCCL cannot register buffers for InfiniBand"
+        yield Finding(
+            Level.WARNING, sentence, (), "set memlock to unlimited (limits.conf; Slurm: PropagateResourceLimits)"
+        )
+    if not PEER_MEMORY.exists():
+        sentence = "nvidia_peermem is not loaded: NCCL and DeepEP between nodes may fail, or copy through the host"
+        yield Finding(Level.WARNING, sentence, (), "modprobe nvidia_peermem; not needed where the driver has DMA-BUF")
+    try:
+        ctypes.CDLL("libmlx5.so.1")
+    except OSError as error:
+        sentence = f"libmlx5.so.1 does not load, and DeepEP between nodes needs it: {one_line(error)}"
+        yield Finding(Level.WARNING, sentence, (), "install rdma-core (Debian: ibverbs-providers)")
+
+
+def check_caches(folder: Path) -> Iterator[Finding]:
+    """Yield an error if compiled kernels cannot be kept in `folder`, or a warning if it may become full."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            free = psutil.disk_usage(str(folder)).free
+    except OSError as error:
+        sentence = f"engines cannot keep compiled kernels in {folder}: {one_line(error)}"
+        yield Finding(Level.ERROR, sentence, (), "set HOME to a folder that can be written")
+        return
+    if free < ENOUGH_CACHE_BYTES:
+        sentence = f"{folder} has {free / GIB:.1f} GiB free, compiled kernels take up to {ENOUGH_CACHE_BYTES / GIB:.0f}"
+        yield Finding(Level.WARNING, sentence, (), "set HOME to a larger disk, or delete files")
 
 
 def check_memory() -> Iterator[Finding]:
@@ -88,12 +142,27 @@ def check_devices(count: int) -> Iterator[Finding]:
         yield Finding(Level.OK, "no GPU that torch can use: runs here compute on the CPU")
         return
     names = [torch.cuda.get_device_name(index) for index in range(count)]
+    rates = [matrix_tflops(index) for index in range(count)]
+    for index, rate in enumerate(rates):
+        if rate < SLOW_SHARE * max(rates):
+            sentence = f"GPU {index} multiplies matrices at {rate:.0f} TFLOP/s, the fastest at {max(rates):.0f}"
+            advice = "all ranks wait for it: look at its clocks, power and temperature (nvidia-smi -q -d PERFORMANCE)"
+            yield Finding(Level.WARNING, sentence, (), advice)
     if len(set(names)) > 1:
         sentence = f"different GPUs in one machine: {', '.join(dict.fromkeys(names))}"
         yield Finding(Level.WARNING, sentence, (), "all ranks wait for the slowest")
-    lines = [f"torch {torch.__version__}, CUDA {torch.version.cuda}"]
-    lines += [f"GPU {index}: {name}" for index, name in enumerate(names)]
+    driver = DRIVER.read_text().splitlines()[0] if DRIVER.exists() else "unknown driver"
+    lines = [f"torch {torch.__version__}, CUDA {torch.version.cuda}; {driver}"]
+    lines += [f"GPU {index}: {name}, {rates[index]:.0f} TFLOP/s" for index, name in enumerate(names)]
     yield Finding(Level.OK, f"{count} GPU{'s' * (count > 1)}", lines)
+
+
+def matrix_tflops(index: int) -> float:
+    """Return the rate of a GPU's matrix products in bfloat16 [TFLOP/s]."""
+    with torch.cuda.device(index):
+        matrix = torch.randn(MATRIX, MATRIX, device="cuda", dtype=torch.bfloat16)
+        seconds = _seconds(lambda: [matrix @ matrix for _ in range(MATRIX_REPEATS)])
+    return MATRIX_REPEATS * 2 * MATRIX**3 / seconds / 1e12
 
 
 def check_kernels() -> Iterator[Finding]:
@@ -118,8 +187,11 @@ def check_kernels() -> Iterator[Finding]:
 def import_failure(module: str) -> str:
     """Import a module after torch in a new process; return the last line of the error, or "" on success."""
     command = [sys.executable, "-c", f"import torch, {module}"]
+    environment = {**os.environ, **cuda_environment(os.environ)}  # as an engine's
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_LIMIT_S, check=False)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=IMPORT_LIMIT_S, check=False
+        )
     except subprocess.TimeoutExpired:
         return f"it takes more than {IMPORT_LIMIT_S:g} s"
     if done.returncode == 0:
@@ -181,11 +253,16 @@ def exchange(rank: int, scratch: str, ranks: int) -> None:
 
 
 def _rate(data: torch.Tensor, collective: Callable[[], object]) -> float:
-    """Return the bytes per second of the fastest of several calls; the first call opens the connections."""
+    """Return the bytes per second of a collective; its first call opens the connections."""
+    return data.nbytes / _seconds(collective)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """Return the seconds of the fastest of several calls, without the first."""
     seconds = []
     for _ in range(1 + REPEATS):
         start = time.perf_counter()
-        collective()
+        work()
         platform.synchronize()
         seconds.append(time.perf_counter() - start)
-    return data.nbytes / min(seconds)
+    return min(seconds[1:])

@@ -226,7 +226,7 @@ def engine_environment(
         "HF_HUB_OFFLINE": "1",
         "no_proxy": loopback,
         "NO_PROXY": loopback,
-        **(cpu_environment if spec.cpu else {**CUDA_ENVIRONMENT, **cuda_environment(parent, Path(scratch))}),
+        **(cpu_environment if spec.cpu else {**CUDA_ENVIRONMENT, **cuda_environment(parent)}),
     }
 
 

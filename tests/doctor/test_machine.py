@@ -1,5 +1,6 @@
 """Whether a machine is fit: this one, and one with GPUs of which only the driver's and torch's answers are made up."""
 
+import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -37,10 +38,11 @@ Gpus = Callable[..., None]
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     """Two GPUs."""
 
-    def make(*names: str) -> None:
+    def make(*names: str, slow: bool = False) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=0: (79 * GIB, 80 * GIB))
+        monkeypatch.setattr(machine, "matrix_tflops", [700.0, 600.0 if slow else 680.0].__getitem__)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: names[index] if names else "NVIDIA H100")
 
     return make
@@ -50,7 +52,16 @@ def test_gpus_in_good_order(gpus: Gpus) -> None:
     gpus()
     (found,) = machine.check_devices(2)
     assert (found.sentence, found.level) == ("2 GPUs", Level.OK)
-    assert found.evidence[1] == "GPU 0: NVIDIA H100"
+    assert found.evidence[1] == "GPU 0: NVIDIA H100, 700 TFLOP/s"
+
+
+def test_a_slow_gpu_is_named(gpus: Gpus) -> None:
+    gpus(slow=True)
+    slow, _ = machine.check_devices(2)
+    assert (slow.level, slow.sentence) == (
+        Level.WARNING,
+        "GPU 1 multiplies matrices at 600 TFLOP/s, the fastest at 700",
+    )
 
 
 def test_a_gpu_that_another_process_uses_is_an_error(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,6 +69,25 @@ def test_a_gpu_that_another_process_uses_is_an_error(gpus: Gpus, monkeypatch: py
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=0: ((79 - 60 * device) * GIB, 80 * GIB))
     (error,) = [each for each in machine.check_devices(2) if each.level is Level.ERROR]
     assert error.sentence.startswith("GPU 1: 61.0 of 80.0 GiB are in use by another process")
+
+
+def test_infiniband_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (none,) = machine.check_network(tmp_path)
+    assert (none.level, none.sentence.partition(":")[0]) == (Level.OK, "no InfiniBand port is active")
+    for device, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "1: DOWN")):
+        (tmp_path / device / "ports" / "1").mkdir(parents=True)
+        (tmp_path / device / "ports" / "1" / "state").write_text(state)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (8 * 2**20, 8 * 2**20))
+    found = levels([*machine.check_network(tmp_path)])
+    assert found["active InfiniBand ports: mlx5_0/1"] == Level.OK
+    assert found["8192 KiB of memory may be locked: NCCL cannot register buffers for InfiniBand"] == Level.WARNING
+
+
+def test_compiled_kernels_need_a_folder_that_can_be_written(tmp_path: Path) -> None:
+    assert not [*machine.check_caches(tmp_path / "new" / "cache")]
+    (tmp_path / "file").touch()
+    (error,) = machine.check_caches(tmp_path / "file")
+    assert (error.level, error.sentence.partition(" in ")[0]) == (Level.ERROR, "engines cannot keep compiled kernels")
 
 
 def fail(rank: int, scratch: str, ranks: int) -> None:

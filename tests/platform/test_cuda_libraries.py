@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mp.platform.cuda_libraries import check_preload, check_toolkit, cuda_environment, runtime_folder
+from grpo_mp.platform.cuda_libraries import check_compiler, check_preload, cuda_environment, runtime_folder
 from grpo_mp.utils.errors import UserError
 
 RUNTIME = "libcudart.so.13"
@@ -35,28 +35,53 @@ def compile_library(source: Path, library: Path, *options: str) -> None:
 
 def test_a_preloaded_library_finds_the_runtime_of_pip(site: Path) -> None:
     assert runtime_folder() == site / "nvidia" / "cu13" / "lib"
-    check_preload(site / "hook.so", {})
+    check_preload(site / "hook.so", cuda_environment({}))
     (site / "nvidia" / "cu13" / "lib" / RUNTIME).rename(site / "elsewhere.so")
-    with pytest.raises(UserError, match=r"^engines cannot start: .* ends with status 127 .*: install nvidia-cuda"):
-        check_preload(site / "hook.so", {})
+    with pytest.raises(UserError, match=r"^engines cannot start: .* \(status 127: .*\): install nvidia-cuda-runtime"):
+        check_preload(site / "hook.so", cuda_environment({}))
 
 
-def test_the_users_library_path_stays_behind(site: Path) -> None:
-    variables = cuda_environment({"LD_LIBRARY_PATH": "/opt/lib", "CUDA_HOME": "/opt/cuda"}, site / "scratch")
-    assert variables == {"LD_LIBRARY_PATH": f"{site}/nvidia/cu13/lib:/opt/lib"}
+def test_the_users_paths_come_with_those_of_pip(site: Path) -> None:
+    own = {"LD_LIBRARY_PATH": "/opt/lib", "CUDA_HOME": "/opt/cuda", "PATH": "/bin"}
+    paths = {"LD_LIBRARY_PATH": f"{site}/nvidia/cu13/lib:/opt/lib", "PATH": f"/bin:{Path(sys.executable).parent}"}
+    assert cuda_environment(own) == paths
 
 
-def test_a_toolkit_is_made_of_links_where_pip_brought_the_compiler(site: Path) -> None:
-    packages = site / "nvidia" / "cu13"
-    no_system = site / "no_such_folder"
+def make_executable(file: Path, text: str) -> None:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(f"#!/bin/sh\n{text}\n")
+    file.chmod(0o755)
+
+
+def test_a_toolkit_is_made_of_links_where_pip_brought_the_compiler(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its path stays the same, by which kernels that were compiled at an earlier start are found again."""
+    packages, no_system = site / "nvidia" / "cu13", site / "no_such_folder"
+    monkeypatch.setenv("HOME", str(site / "home"))
     with pytest.raises(UserError, match=r"^no CUDA toolkit was found, .* or install the package nvidia-cuda-nvcc$"):
-        check_toolkit({}, no_system)
-    (packages / "bin").mkdir()
-    (packages / "bin" / "nvcc").write_text("")
+        check_compiler(cuda_environment({}, no_system), no_system)
+    make_executable(packages / "bin" / "nvcc", "true")
     (packages / "include").mkdir()
-    check_toolkit({}, no_system)
-    for _ in range(2):  # an engine that starts again finds the links
-        home = Path(cuda_environment({}, site / "scratch", no_system)["CUDA_HOME"])
+    homes = {cuda_environment({}, no_system)["CUDA_HOME"] for _ in range(2)}
+    (home,) = map(Path, homes)
+    assert home.is_relative_to(site / "home")
     assert (home / "bin" / "nvcc").is_file()
     assert (home / "include").is_dir()
     assert (home / "lib64" / "libcudart.so").resolve() == packages / "lib" / RUNTIME
+
+
+def test_a_compiler_that_fails_is_refused_with_its_first_error(tmp_path: Path) -> None:
+    environment = {"CUDA_HOME": str(tmp_path), "PATH": str(tmp_path / "bin")}
+    with pytest.raises(UserError, match=r"^ninja was not found"):
+        check_compiler(environment)
+    make_executable(tmp_path / "bin" / "ninja", "true")
+    with pytest.raises(UserError, match=r"^engines cannot compile kernels by the toolkit .*No such file"):
+        check_compiler(environment)
+    make_executable(tmp_path / "bin" / "nvcc", "echo 'kernel.cu(2): fatal error: Python.h: No such file' >&2; exit 1")
+    with pytest.raises(UserError, match=r"\(status 1: kernel.cu\(2\): fatal error: Python.h: No such file\): install"):
+        check_compiler(environment)
+    make_executable(tmp_path / "bin" / "nvcc", "true")
+    make_executable(tmp_path / "bin" / "c++", "echo cannot find -lcudart >&2; exit 1")
+    with pytest.raises(UserError, match=r"\(status 1: cannot find -lcudart\)"):
+        check_compiler(environment)
+    make_executable(tmp_path / "bin" / "c++", "true")
+    check_compiler(environment)
