@@ -135,7 +135,9 @@ class RewardConfig(Section):
     judge: JudgeConfig | None = Field(None, description="a model that is asked to score responses; null: none")
     code: CodeConfig | None = Field(None, description="run the response's code against tests; null: off")
     functions: dict[str, float] = Field(
-        {}, description="your own 'module:function' or 'file.py:function' with its weight (TRL reward_funcs)"
+        {},
+        description="your own 'module:function' or 'file.py:function' with its weight (TRL reward_funcs); a name or a "
+        "list of names: weight 1 each",
     )
     steps: str | None = Field(
         None,
@@ -153,6 +155,13 @@ class RewardConfig(Section):
         description="if a term fails: stop the run, score this value, or skip: the sample has no reward and gets "
         "its group's mean",
     )
+
+    @field_validator("functions", mode="before")
+    @classmethod
+    def _functions_from_list(cls, value: Any) -> Any:
+        names = [value] if isinstance(value, str) else value
+        is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        return dict.fromkeys(names, 1.0) if is_list else value
 
     @property
     def correct_term(self) -> str | None:

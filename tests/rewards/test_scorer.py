@@ -126,6 +126,11 @@ def correctness(settings: dict[str, Any], group: SampleGroup) -> list[bool | Non
         built.close()
 
 
+@pytest.mark.parametrize("functions", ["mine.py:rule", ["mine.py:rule"]])
+def test_a_function_without_a_weight_counts_once(functions: Any) -> None:
+    assert RewardConfig.model_validate({"functions": functions}).weights == {"rule": 1.0}
+
+
 def test_correctness_is_decided_by_a_part_never_by_the_total(rule: str, make_group: MakeGroup) -> None:
     group = make_group([r"\boxed{7}", r"\boxed{8}", "seven"])
     functions = {"functions": {rule: 1.0}}
