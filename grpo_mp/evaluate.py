@@ -1,16 +1,14 @@
 """Evaluate a model or checkpoint: `grpo-mp evaluate`, or `torchrun ... -m grpo_mp.evaluate` with the same arguments."""
 
 import argparse
-import signal
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from grpo_mp.utils.processes import end_with_launcher
+from grpo_mp.utils.processes import begin_slow_imports
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the slow imports ends without a traceback
-    end_with_launcher()
+    begin_slow_imports()
 
 import torch.distributed as dist
 

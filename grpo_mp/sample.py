@@ -6,17 +6,15 @@ Finished groups are recorded at once, so running the same command again continue
 import argparse
 import os
 import re
-import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from grpo_mp.utils.processes import end_with_launcher
+from grpo_mp.utils.processes import begin_slow_imports
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the slow imports ends without a traceback
-    end_with_launcher()
+    begin_slow_imports()
 
 import torch.distributed as dist
 

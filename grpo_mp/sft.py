@@ -1,15 +1,13 @@
 """Supervised fine-tuning. `torchrun ... -m grpo_mp.sft CONFIG section.key=value ...`; `--dry-run` only checks."""
 
-import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from grpo_mp.utils.processes import end_with_launcher
+from grpo_mp.utils.processes import begin_slow_imports
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the slow imports ends without a traceback
-    end_with_launcher()
+    begin_slow_imports()
 
 from grpo_mp import platform
 from grpo_mp.checkpoint.run_state import resumable_checkpoints, saved_state

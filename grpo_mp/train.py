@@ -1,16 +1,14 @@
 """Train with GRPO or PPO: `torchrun ... -m grpo_mp.train CONFIG section.key=value ...`; `--dry-run` only checks."""
 
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
-from grpo_mp.utils.processes import end_with_launcher
+from grpo_mp.utils.processes import begin_slow_imports
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the slow imports ends without a traceback
-    end_with_launcher()
+    begin_slow_imports()
 
 from grpo_mp import platform
 from grpo_mp.algorithms.evaluation import read_scores, step_file

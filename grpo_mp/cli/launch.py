@@ -24,7 +24,7 @@ from grpo_mp.utils.parsers import (
     sft_parser,
     train_parser,
 )
-from grpo_mp.utils.processes import end_with_launcher
+from grpo_mp.utils.processes import begin_slow_imports
 
 SCRIPTS, CONFIGS = Path("launch"), Path("configs")  # in the root of the repository
 
@@ -33,7 +33,7 @@ def start(module: str, parser: Callable[[], Parser], arguments: Sequence[str]) -
     """Start the ranks of a command; without --ranks or under another launcher, run the command in this process."""
     args = parser().parse_intermixed_args(arguments)
     if args.ranks is None or getattr(args, "dry_run", False) or "RANK" in os.environ:
-        end_with_launcher()
+        begin_slow_imports()
         import_module(module).main(arguments)
         return 0
     from grpo_mp.cli.local_launch import start_ranks  # torch is slow to import

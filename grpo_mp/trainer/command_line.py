@@ -1,6 +1,7 @@
 """Command-line handling of one rank: arguments, exit status, and world size from the launcher's environment."""
 
 import argparse
+import gc
 import os
 import signal
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,8 @@ from grpo_mp.utils.log import log_to_terminal
 @contextmanager
 def command(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> Iterator[argparse.Namespace]:
     """Yield the parsed arguments; an error in the body becomes the exit status of the process."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # replaces the SIG_DFL of the imports
+    gc.enable()  # this and the next line end what `begin_slow_imports` began
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with end_without_cleanup(), exit_on_error():
         log_to_terminal()
         yield parser.parse_intermixed_args(arguments)

@@ -2,6 +2,7 @@
 
 import ctypes
 import faulthandler
+import gc
 import os
 import shutil
 import signal
@@ -46,6 +47,16 @@ def with_descendants(command: Sequence[str], folder: str = "") -> list[str]:
     is that of `command`, or 127 if it cannot be started.
     """
     return [sys.executable, "-I", "-S", __file__, DESCENDANTS, str(os.getpid()), folder, *command]
+
+
+def begin_slow_imports() -> None:
+    """End with the launcher from now on; until `command_line.command` do not collect garbage, and let Ctrl-C kill.
+
+    Collection would take a fifth of the time of the imports, during which Ctrl-C would print a traceback.
+    """
+    gc.disable()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    end_with_launcher()
 
 
 def end_with_launcher() -> None:
