@@ -1,11 +1,13 @@
 """Small inputs of a run, made once per session: nothing outside the repository is needed."""
 
+import gc
 import os
 import random
 import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,11 @@ PATIENT = hypothesis.settings(
 hypothesis.settings.register_profile("same draws", PATIENT)
 hypothesis.settings.register_profile("fresh draws", PATIENT, derandomize=False, print_blob=True)
 
+ROOT = Path(__file__).parents[1]
 TRAIN_PROMPTS, EVAL_PROMPTS = 60, 6
-MANY_PROCESSES = ("e2e", "launch", "parallel")  # folders whose tests start ranks, and share what they start
+# What one test process runs, the longest first: folders, and in e2e the files whose tests share a run of a fixture.
+SHARED_RUN = "finished_run"
+LONGEST = ("parallel", SHARED_RUN, "launch", "bench", "e2e", "rollout", "doctor", "trainer")
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before any test module is imported: it may import Megatron, and its settings of hypothesis are of the profile."""
+    gc.disable()  # it would take a seventh of the time of imports and collection
     prepare()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so begins what a shell starts in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -56,8 +62,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes longest, so that no test process waits for another's last folder."""
-    items.sort(key=lambda item: _folder(item.nodeid) not in MANY_PROCESSES)
+    """Begin with what takes longest, so that no test process waits for another's last files."""
+    items.sort(key=lambda item: _place(item.nodeid))
+
+
+def pytest_collection_finish() -> None:
+    """From now on garbage is collected."""
+    gc.enable()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -66,22 +77,31 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         print(f"\nFAILED {report.nodeid} ({report.when}): {report.longreprtext[-1500:]}", file=sys.stderr, flush=True)
 
 
-def _folder(nodeid: str) -> str:
-    """Return the folder of tests/ that a test is in."""
-    return nodeid.split("/")[1]
+@cache
+def _scope(nodeid: str) -> str:
+    """Return what must be run by one process: a file, for the fixtures of its tests, or files that share a fixture."""
+    file = nodeid.split("::")[0]
+    if "/parallel/" in file:
+        return "parallel"
+    return SHARED_RUN if "/e2e/" in file and SHARED_RUN in (ROOT / file).read_text() else file
+
+
+def _place(nodeid: str) -> int:
+    scope, folder = _scope(nodeid), nodeid.split("/")[1]
+    name = scope if scope in LONGEST else folder
+    return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """What one of the test processes runs: a file, for the fixtures of its tests, or a folder that starts ranks."""
+    """Tests of one scope are run by one process."""
     from xdist.scheduler import LoadScopeScheduling
 
-    class ByFile(LoadScopeScheduling):
+    class ByScope(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.split("::")[0]
-            return _folder(nodeid) if _folder(nodeid) in MANY_PROCESSES else file
+            return _scope(nodeid)
 
-    return ByFile(config, log)
+    return ByScope(config, log)
 
 
 @pytest.fixture(autouse=True)

@@ -3,8 +3,8 @@
 # --all adds the slow tests: four ranks, every model, ways in which a run may end, Slurm. CI runs these.
 # --nightly adds to them what takes minutes each: more kills, full disks, engines that leave and come back.
 # Property tests draw the same cases everywhere; --fresh-draws draws others, --hypothesis-seed=N those of N again.
-# Three processes run them, one more than cores, since tests that start ranks often wait; a folder of those is in one of
-# them. -n 0: one process.
+# Three processes run them, one more than cores, since tests that start ranks often wait; tests that share what they start
+# are in one of them. -n 0: one process.
 # Makes .venv where it is missing; VENV names another environment.
 set -euo pipefail
 cd "$(dirname "$0")/.."
