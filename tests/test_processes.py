@@ -21,7 +21,7 @@ while os.getppid() == parent and sys.argv[2] == "early":
     time.sleep(0.01)
 from grpo_mp.utils.processes import end_with_launcher
 end_with_launcher()
-time.sleep(60)
+time.sleep(600)
 """
 LAUNCHER = """
 import os, subprocess, sys, time
@@ -43,7 +43,7 @@ def test_a_rank_ends_with_its_launcher(tmp_path: Path, launcher: str, when: str)
     """Its launcher ends before it has called `end_with_launcher`, or after; torchrun does not say its number."""
     file = tmp_path / "pid"
     command = [sys.executable, "-c", LAUNCHER, RANK, str(file), when, launcher, LAUNCHER_PID]
-    subprocess.run(command, check=True, timeout=60, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])})
+    subprocess.run(command, check=True, timeout=300, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])})
     rank, deadline = int(file.read_text()), time.monotonic() + 120.0
     while psutil.pid_exists(rank) and psutil.Process(rank).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, "the rank is left behind"
@@ -53,7 +53,7 @@ def test_a_rank_ends_with_its_launcher(tmp_path: Path, launcher: str, when: str)
 def test_a_command_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     """By kill -9, as a report that a run writes; the status and arguments are the command's own."""
     file = tmp_path / "pid"
-    sleep = f"import os, time; open({str(file)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    sleep = f"import os, time; open({str(file)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     command = [sys.executable, "-c", sleep]
     code = (
         f"import subprocess; from grpo_mp.utils.processes import with_death_signal as f; subprocess.run(f({command}))"
@@ -87,8 +87,8 @@ def has_ended(pid: int) -> bool:
 @pytest.mark.parametrize("end", ["of the starter", "SIGTERM", "of the command"])
 def test_a_command_ends_with_all_that_it_has_started(tmp_path: Path, end: str) -> None:
     """Also a daemon of a session of its own, whose parent has ended."""
-    daemon = "import time; time.sleep(60)"
-    wait = "time.sleep(60)" if end != "of the command" else "pass"
+    daemon = "import time; time.sleep(600)"
+    wait = "time.sleep(600)" if end != "of the command" else "pass"
     command = f"""
 import os, subprocess, sys, time
 tell = lambda pid: os.write(1, b"%d\\n" % pid)  # at once: others write there, too
@@ -97,7 +97,7 @@ for detached in (False, True):
     if not os.fork():
         tell(subprocess.Popen([sys.executable, "-c", {daemon!r}], start_new_session=detached).pid)
         os.write(telling, b".")
-        os._exit(0) if detached else time.sleep(60)
+        os._exit(0) if detached else time.sleep(600)
 for _ in range(2):
     os.read(told, 1)  # this process may be the first to end
 tell(os.getpid())
@@ -117,7 +117,7 @@ sys.exit(subprocess.run(with_descendants([sys.executable, "-c", sys.argv[1]])).r
         starter.kill()
     elif end == "SIGTERM":
         waiting.terminate()
-    deadline = time.monotonic() + 30.0
+    deadline = time.monotonic() + 120.0
     while left := running([waiting.pid, *pids]):
         assert time.monotonic() < deadline, f"{left} are left behind"
         time.sleep(0.05)

@@ -22,8 +22,8 @@ rank = os.environ["RANK"]
 if rank == "0":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-pathlib.Path("started_" + rank).touch()
 try:
+    pathlib.Path("started_" + rank).touch()
     time.sleep(600)
 except KeyboardInterrupt:
     sys.exit(130)
@@ -40,6 +40,6 @@ def test_rank_that_does_not_see_ctrl_c_is_killed(tmp_path: Path, monkeypatch: py
         assert launcher.poll() is None
         time.sleep(0.05)
     launcher.send_signal(signal.SIGINT)
-    _, message = launcher.communicate(timeout=60)
+    _, message = launcher.communicate(timeout=300)
     assert launcher.returncode == 128 + signal.SIGINT
     assert message == "stopped by Ctrl-C; ranks that had not ended within 1 s were killed\n"

@@ -83,7 +83,7 @@ class Script:
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=120.0,
+            timeout=600.0,
         )
 
     @property
