@@ -165,7 +165,7 @@ set_commands() {
   local on=(--nodes="$count" --nodelist="$nodes" --unbuffered)
   local on_all=(srun --ntasks=$((count * per_node)) --ntasks-per-node="$per_node" "${cores[@]}" "${on[@]}")
   # A rank whose check crashes does not answer, which names its node: the others are killed only after rank 0's timeout.
-  check=("${on_all[@]}" --kill-on-bad-exit=0 --wait=90 --output="$attempt/check_%t.log" "${inside[@]}"
+  check=("${on_all[@]}" --kill-on-bad-exit=0 --wait="${CHECK_WAIT_S:-90}" --output="$attempt/check_%t.log" "${inside[@]}"
     "$python" -m grpo_mp.cli.slurm_nodes "$attempt" "$nodes")
   run=("${on_all[@]}" --kill-on-bad-exit=1 --output="$attempt/rank_%t.log" "${inside[@]}"
     "$python" -m grpo_mp.cli.slurm_task "$attempt" "$config" "${arguments[@]}")

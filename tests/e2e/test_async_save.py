@@ -15,6 +15,7 @@ pytestmark = pytest.mark.slow
 STEPS = 3
 # Weights are part of a background save without a reference.
 SETTINGS = (
+    "engine.gpus_per_engine=2",
     "algorithm.kl.coef=0",
     "data.eval={}",
     "run.save_every=1",

@@ -62,7 +62,7 @@ def test_an_engine_that_computes_another_function_stops_the_run_and_is_not_resta
     """All of its tensors are right; its norms are not."""
     run = tmp_path / "run"
     args = """engine.args={json_model_override_args: '{"rms_norm_eps": 0.01}'}"""
-    result = outcome(start_job(f"run.folder={run}", NO_EVAL, args, "sync.check_tolerance=null"))
+    result = outcome(start_job(f"run.folder={run}", NO_EVAL, ONE_ENGINE, args, "sync.check_tolerance=null"))
     assert result.status == 2
     sentence = next(line for line in result.err.splitlines() if line.startswith("error: "))
     assert sentence.startswith("error: after the weight sync engine ")

@@ -228,6 +228,7 @@ def test_epochs_that_are_added_have_all_of_the_data(config: Path, tmp_path: Path
     assert rates[-1] > 0.0
 
 
+@pytest.mark.slow
 def test_gradients_above_the_limit_are_skipped(config: Path, tmp_path: Path) -> None:
     limits = ("optimizer.skip_grad_norm=1e-9", "layout.expert=1", "data.eval={}")
     job = Job(tmp_path, [str(config), f"run.folder={tmp_path / 'run'}", *limits], (sys.executable, "-m", "grpo_mp.sft"))
@@ -239,6 +240,7 @@ def test_gradients_above_the_limit_are_skipped(config: Path, tmp_path: Path) -> 
     assert "step 1: update skipped, 1 in a row" in job.out
 
 
+@pytest.mark.slow
 def test_a_run_that_a_guard_or_a_signal_stops_leaves_a_report_and_a_timeline(config: Path, tmp_path: Path) -> None:
     for name, limit, status in (("guard", "{sft/loss: {max: 0.0, steps: 2}}", 2), ("signal", "{}", 0)):
         run = tmp_path / name

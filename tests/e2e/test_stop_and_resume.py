@@ -28,7 +28,7 @@ def test_a_run_that_is_stopped_while_it_starts_does_neither_step_nor_evaluation(
 ) -> None:
     """Its first sync, check and evaluation may take long; there is nothing to be saved."""
     run = tmp_path / "run"
-    job = start_job(f"run.folder={run}")
+    job = start_job(f"run.folder={run}", "engine.gpus_per_engine=2")
     job.wait_until(lambda: "starting the engines" in job.out)
     job.signal(signal.SIGTERM)
     result = outcome(job)

@@ -102,7 +102,7 @@ def test_port_in_use_is_named(submit: Submit) -> None:
         listener.bind(("", 0))
         listener.listen()
         port = listener.getsockname()[1]
-        job = submit("run.steps=1", MASTER_PORT=str(port))
+        job = submit("run.steps=1", MASTER_PORT=str(port), CHECK_WAIT_S="1")  # rank 1 would wait for rank 0
         job.wait_end()
     assert f"MASTER_PORT={port} of {socket.gethostname()} is taken" in job.log
     assert (job.exit_status, job.remaining_processes()) == (2, [])
