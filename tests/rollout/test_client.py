@@ -163,7 +163,7 @@ def test_errors_name_engine_path_and_reason(ask: Ask, model_folder: Path) -> Non
 
 def test_a_request_without_the_key_is_refused(engine: EngineProcess) -> None:
     async def request_without_key() -> None:
-        async with aclosing(EngineClient(3, engine.url, {}, 10.0)) as client:
+        async with aclosing(EngineClient(3, engine.url, {}, 60.0)) as client:
             await client.abort_all()
 
     with pytest.raises(UserError, match="status 401"):
@@ -171,16 +171,16 @@ def test_a_request_without_the_key_is_refused(engine: EngineProcess) -> None:
 
 
 def test_silent_server_times_out_and_gone_server_raises() -> None:
-    async def wait(port: int) -> None:
-        async with aclosing(EngineClient(0, f"http://127.0.0.1:{port}", {}, 0.2)) as client:
+    async def wait(port: int, limit_s: float) -> None:
+        async with aclosing(EngineClient(0, f"http://127.0.0.1:{port}", {}, limit_s)) as client:
             await client.abort_all()
 
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         with pytest.raises(PhaseTimeout, match=r"engine 0: /abort_request did not answer within 0.2 s"):
-            asyncio.run(wait(port))
+            asyncio.run(wait(port, 0.2))
     with pytest.raises(UserError, match=r"engine 0: /abort_request: the connection failed"):
-        asyncio.run(wait(port))
+        asyncio.run(wait(port, 60.0))
 
 
 def test_requests_to_an_engine_that_was_lost_say_so() -> None:

@@ -220,16 +220,21 @@ def test_an_engine_that_does_not_answer_ends_the_sync(
 ) -> None:
     monkeypatch.setattr("grpo_mp.weight_sync.transport.LOAD_TIMEOUT_S", 0.1)
 
+    may_answer = threading.Event()
+
     class SilentClient(RecordingClient):
         index = 3
 
         async def update_weights_from_tensor(self, payloads: list[str], load_format: str | None = None) -> None:
-            await asyncio.sleep(2.0)  # and not for ever: the interpreter waits for its thread
+            await asyncio.to_thread(may_answer.wait)
 
     link = EngineLink(rollout_of(SilentClient()), HostTransport(WIRE, group, 0), group, group)
     message = r"engine 3: weights were not loaded within 0.1 s"
-    with pytest.raises(PhaseTimeout, match=message), link.loading(ROUND, staged()):
-        pass
+    try:
+        with pytest.raises(PhaseTimeout, match=message), link.loading(ROUND, staged()):
+            pass
+    finally:
+        may_answer.set()  # the interpreter waits for its thread
 
 
 @pytest.mark.parametrize("with_draft", [False, True])
