@@ -1,9 +1,10 @@
-"""Train SmolLM2-135M-Instruct to answer sums with a number alone: python -m tests.bench.real_model FOLDER [STEPS]
+"""Train SmolLM2-135M-Instruct to answer sums with a number alone: `python -m tests.bench.real_model FOLDER`.
 
 Makes the model in FOLDER where it is missing. Prints of each step its reward, seconds, and the difference of engine and
 policy after the sync beside its limit. Settings may follow, as model.dtype=bfloat16.
 """
 
+import argparse
 import shutil
 import subprocess
 import sys
@@ -26,4 +27,8 @@ def main(folder: Path, steps: int, overrides: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]) if sys.argv[2:] else 10, sys.argv[3:])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("steps", type=int, nargs="?", default=10)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    main(**vars(parser.parse_args()))

@@ -1,5 +1,6 @@
 """Benches run what they say: settings, recipes and mutated lines are those of today's code."""
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,11 @@ from tests.bench.published_steps import PublishedStep, read_steps, rows_of
 from tests.bench.quickstart_run import CONFIG
 
 PAGE = ROOT / "grpo_mp" / "planner" / "README.md"
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "tests" / "bench").glob("*.py")), ids=lambda file: file.stem)
+def test_a_bench_can_be_imported(file: Path) -> None:
+    import_module(f"tests.bench.{file.stem}")
 
 
 @pytest.mark.parametrize("each", MUTATIONS, ids=lambda each: each.package)
