@@ -22,10 +22,10 @@ from grpo_mp.checkpoint.run_lock import run_lock
 from grpo_mp.checkpoint.run_state import METRICS, claim_run_folder, complete_checkpoints
 from grpo_mp.config import dump_settings
 from grpo_mp.distributed.process_groups import all_gather
+from grpo_mp.evaluate import EngineJob, read_engine_job, read_inputs, start_engines
 from grpo_mp.rollout.journal import GroupJournal
 from grpo_mp.trainer.command_line import command, started_job
-from grpo_mp.trainer.context import EngineJob, read_engine_job, start_engines
-from grpo_mp.trainer.preflight import RunInputs, run_generation_preflight
+from grpo_mp.trainer.preflight import RunInputs
 from grpo_mp.trainer.sampling.answers import (
     GROUPS,
     PASS_RATES,
@@ -94,10 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with command(sample_parser(), arguments) as args:
         job = read_command(args)
         with started_job(args.ranks) as (world_size, ranks_per_node):
-            run(
-                job,
-                run_generation_preflight(job.settings, world_size, ranks_per_node, job.needs_policy, evaluates=False),
-            )
+            run(job, read_inputs(job, world_size, ranks_per_node))
 
 
 def read_command(args: argparse.Namespace) -> SamplingJob:

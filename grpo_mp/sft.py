@@ -1,7 +1,8 @@
 """Supervised fine-tuning. `torchrun ... -m grpo_mp.sft CONFIG section.key=value ...`; `--dry-run` only checks."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 
 from grpo_mp.utils.processes import begin_slow_imports
@@ -9,16 +10,27 @@ from grpo_mp.utils.processes import begin_slow_imports
 if __name__ == "__main__":
     begin_slow_imports()
 
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
 from grpo_mp import platform
-from grpo_mp.checkpoint.run_state import resumable_checkpoints, saved_state
-from grpo_mp.config import SftSettings, load_sft_settings, show_settings
+from grpo_mp.checkpoint.run_state import check_same_data, resumable_checkpoints, saved_state, write_settings
+from grpo_mp.config import SftSettings, dump_settings, load_sft_settings, show_settings
+from grpo_mp.data.chat_data import ChatEncoder, ChatReader, ChatSet, load_held_out_chats, load_train_chats, stop_tokens
 from grpo_mp.data.cursor import Cursor
+from grpo_mp.distributed.process_groups import make_parallel
+from grpo_mp.monitor.loggers import MakeLogger, load_loggers
+from grpo_mp.policy.offload import device_items
 from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.trainer.command_line import command, print_once, started_job
 from grpo_mp.trainer.describe import describe_chats, describe_ranks, dry_run_text
-from grpo_mp.trainer.loop import is_due
+from grpo_mp.trainer.exit import PreemptionHandler
+from grpo_mp.trainer.job import build_policy, join_run, open_monitors, show_notes, starting
+from grpo_mp.trainer.loop import PolicyContext, is_due
+from grpo_mp.trainer.phase_manager import PhaseManager
+from grpo_mp.trainer.preflight import check_export, check_place, read_model
 from grpo_mp.trainer.replica_check import check_replicas
-from grpo_mp.trainer.sft_context import SftContext, SftInputs, open_sft_context, run_sft_preflight
+from grpo_mp.trainer.save import CheckpointSaver
 from grpo_mp.trainer.sft_step import (
     SftBatch,
     held_out_losses,
@@ -29,6 +41,25 @@ from grpo_mp.trainer.sft_step import (
 from grpo_mp.trainer.step_logger import StepLogger, StepRecord
 from grpo_mp.utils.parsers import sft_parser
 from grpo_mp.utils.phases import Phase
+
+
+@dataclass(frozen=True)
+class SftInputs:
+    """Inputs of supervised fine-tuning: tokenizer, samples, loggers. `warnings`: shown at the start."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train: ChatSet
+    evals: dict[str, ChatSet]
+    make_loggers: tuple[MakeLogger, ...]
+    warnings: tuple[str, ...]
+
+
+@dataclass(kw_only=True)
+class SftContext(PolicyContext):
+    """Parts of a supervised fine-tuning job on one rank; every rank trains."""
+
+    settings: SftSettings
+    inputs: SftInputs
 
 
 def fine_tune(ctx: SftContext) -> None:
@@ -107,10 +138,71 @@ def evaluate(ctx: SftContext) -> dict[str, float]:
     return metrics
 
 
+def read_inputs(settings: SftSettings, world_size: int) -> SftInputs:
+    """Check settings against model, files and layout, and read the data."""
+    run, model = settings.run, settings.model
+    make_loggers = load_loggers(settings.monitor.loggers)
+    check_place(run, settings.monitor, dump_settings(settings))
+    hf, tokenizer = read_model(model, settings.layout, settings.training, world_size)
+    hf.check_positions(settings.sft.max_tokens, "sft.max_tokens")
+    check_export(run, model)
+    stops, variables = stop_tokens(model.path, tokenizer), settings.data.chat_template_kwargs
+    reader = ChatReader(settings.data, settings.sft, ChatEncoder(tokenizer, settings.sft.loss_on, stops, variables))
+    train = load_train_chats(reader)
+    check_same_data(run.folder, train.digest)
+    train.check_size("sft.batch_size", settings.sft.batch_size, "samples", settings.data.train)
+    evals = load_held_out_chats(reader)
+    warnings = tuple(sentence for chats in (train, *evals.values()) for sentence in chats.warnings)
+    return SftInputs(tokenizer, train, evals, make_loggers, warnings=warnings)
+
+
+@contextmanager
+def open_context(settings: SftSettings, inputs: SftInputs) -> Iterator[SftContext]:
+    """Open an SFT job: build the policy and resume; the settings of the context have `run.epochs` as `run.steps`."""
+    limit_s, size = settings.monitor.phase_timeout_s, inputs.train.epoch_size
+    resolved = dump_settings(settings.with_steps(size))
+    find_checkpoints = partial(resumable_checkpoints, settings.run.folder, inputs.train.digest)
+    with ExitStack() as stack:
+        job, resumed = stack.enter_context(join_run(settings.run, limit_s, resolved, find_checkpoints))
+        settings = settings.with_steps(size, resumed.state.step, resumed.state.samples_seen)
+        run = settings.run
+        if job.rank == 0:
+            write_settings(run.folder, dump_settings(settings))
+        monitors = stack.enter_context(open_monitors(run.folder, job.rank, run.steps, resumed.state.step))
+        preemption = PreemptionHandler()
+        state = replace(resumed.state, data=inputs.train.digest)
+        start = f"resumes after step {state.step}" if state.step else "starts"
+        greeting = (
+            f"{run.folder}: {start}; {settings.model.path} on {job.world_size} ranks, "
+            f"{settings.sft.batch_size} samples a step"
+        )
+        show_notes(monitors.progress, job.rank, greeting, resumed, inputs.warnings)
+        parallel = make_parallel(job, settings.layout, run.seed)
+        with starting(monitors, limit_s):
+            policy = build_policy(settings, parallel, state, resumed.checkpoint)
+            dist.barrier(group=job.group)
+        items = partial(device_items, policy)
+        phases = PhaseManager(monitors.timeline, monitors.watchdog, monitors.progress, limit_s, items=items)
+        with platform.gc_frozen(), CheckpointSaver(run, policy, limit_s, weights_stay=True) as saver:
+            yield SftContext(
+                settings=settings,
+                inputs=inputs,
+                job=job,
+                phases=phases,
+                timeline=monitors.timeline,
+                progress=monitors.progress,
+                preemption=preemption,
+                state=state,
+                parallel=parallel,
+                policy=policy,
+                critic=None,
+                saver=saver,
+            )
+
+
 def run(settings: SftSettings, inputs: SftInputs) -> None:
     """Fine-tune as one rank of a started job. `settings`: as loaded, before epochs are converted to steps."""
-    checkpoints = partial(resumable_checkpoints, settings.run.folder, inputs.train.digest)
-    with open_sft_context(settings, inputs, checkpoints) as ctx:
+    with open_context(settings, inputs) as ctx:
         fine_tune(ctx)
 
 
@@ -122,7 +214,7 @@ def describe(
     facts = [
         describe_ranks(settings.layout, world_size, 0, ranks_per_node),
         f"{steps} steps of {size} samples: {steps * size / inputs.train.epoch_size:.2f} epochs",
-        *describe_chats(inputs, settings.sft.max_tokens),
+        *describe_chats(inputs.train, inputs.evals, settings.sft.max_tokens, inputs.tokenizer),
     ]
     return dry_run_text(facts, inputs.warnings, settings.run.folder, show_settings(settings, every_setting))
 
@@ -134,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         started_job(args.ranks, args.dry_run, args.ranks_per_node) as (world_size, ranks_per_node),
     ):
         settings = load_sft_settings(args.config, args.overrides, platform.default_dtype())
-        inputs = run_sft_preflight(settings, world_size)
+        inputs = read_inputs(settings, world_size)
         if args.dry_run:
             state = saved_state(settings.run.folder)
             settings = settings.with_steps(inputs.train.epoch_size, state.step, state.samples_seen)

@@ -1,9 +1,10 @@
 """Train with GRPO or PPO: `torchrun ... -m grpo_mp.train CONFIG section.key=value ...`; `--dry-run` only checks."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from grpo_mp.utils.processes import begin_slow_imports
 
@@ -14,23 +15,41 @@ from grpo_mp import platform
 from grpo_mp.algorithms.evaluation import read_scores, step_file
 from grpo_mp.batching.step_batch import Assembly, StepBatch, UpdateBatches, assemble_step_batch, send_routed_experts
 from grpo_mp.batching.updates import StepRule, packing_rule
-from grpo_mp.checkpoint.run_state import ROLLOUTS, resumable_checkpoints
-from grpo_mp.config import Settings, load_settings, show_settings
+from grpo_mp.checkpoint.run_state import ROLLOUTS, check_same_data, resumable_checkpoints
+from grpo_mp.config import Settings, dump_settings, load_settings, show_settings
 from grpo_mp.distributed.coordinates import data_parallel_size
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.distributed.process_groups import broadcast
+from grpo_mp.evaluate import open_engines
 from grpo_mp.monitor.samples import SHOWN_SAMPLES
+from grpo_mp.policy.critic import check_critic
 from grpo_mp.policy.trained_model import UpdateReport
+from grpo_mp.rollout.reward_servers import check_served_models, served_models
 from grpo_mp.trainer.collect import Collector, RolloutBatch, RolloutCollector
 from grpo_mp.trainer.command_line import command, print_once, started_job
-from grpo_mp.trainer.context import Engines, open_engines
 from grpo_mp.trainer.describe import describe_engines, describe_prompts, describe_ranks, dry_run_text
+from grpo_mp.trainer.engines import Engines
 from grpo_mp.trainer.evaluation import Evaluator
 from grpo_mp.trainer.exit import PreemptionHandler
-from grpo_mp.trainer.job import FindCheckpoints, RunContext
+from grpo_mp.trainer.job import RunContext
 from grpo_mp.trainer.logprobs import compute_logprobs
 from grpo_mp.trainer.loop import PolicyContext, is_due
-from grpo_mp.trainer.preflight import RunInputs, run_preflight
+from grpo_mp.trainer.preflight import (
+    REQUEST_TOKENS,
+    RunInputs,
+    check_bucket,
+    check_critic_tokenizer,
+    check_engines,
+    check_export,
+    check_place,
+    load_extensions,
+    make_scorer,
+    make_teacher,
+    read_model,
+    read_prompts,
+    replay_inputs,
+    start_warnings,
+)
 from grpo_mp.trainer.recorded import read_recorded
 from grpo_mp.trainer.recover import EngineRecovery
 from grpo_mp.trainer.replay import FOLDER, ReplayCollector, dump_step
@@ -38,6 +57,7 @@ from grpo_mp.trainer.replica_check import check_replicas
 from grpo_mp.trainer.save import CheckpointSaver
 from grpo_mp.trainer.step_logger import StepLogger, StepOutcome, StepRecord, sync_metrics
 from grpo_mp.trainer.update import critic_step, train_step, update_reference
+from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.parsers import train_parser
 from grpo_mp.utils.phases import Phase
 
@@ -259,20 +279,68 @@ def show_scores(ctx: TrainContext) -> None:
     ctx.progress.finish(scores[0], scores[-1])
 
 
-def replay_settings(settings: Settings) -> Settings:
-    """Return the settings, changed for a replay: no engines, and all ranks train."""
-    engine = settings.engine.model_copy(update={"ranks": 0})
-    return settings.model_copy(update={"schedule": "colocated", "engine": engine})
+def read_inputs(settings: Settings, world_size: int, ranks_per_node: int, dump: Path | None = None) -> RunInputs:
+    """Check an RL run and read its inputs. `dump`: folder of a replay, which has neither engines nor prompts."""
+    model, rollout, run, engine = settings.model, settings.rollout, settings.run, settings.engine
+    extensions = load_extensions(settings.algorithm, settings.monitor.loggers)
+    check_place(run, settings.monitor, dump_settings(settings))
+    trainers = world_size - engine.ranks
+    hf, tokenizer = read_model(model, settings.layout, settings.training, trainers)
+    replays = settings.training.router_replay == "R3"
+    fp8 = not dump and check_engines(engine, rollout, hf, world_size, ranks_per_node, replays_experts=replays)
+    formats = {fp8, run.exports_fp8} if run.export or run.export_every else {fp8}
+    check_bucket(hf, model.dtype, settings.layout, settings.sync.bucket_bytes, formats=formats)
+    if settings.critic:
+        check_critic(settings.for_critic(), hf, trainers)
+        check_critic_tokenizer(settings.critic.path, model, tokenizer)
+    check_export(run, model)
+    inputs = partial(RunInputs, hf=hf, tokenizer=tokenizer, extensions=extensions, records_experts=replays)
+    if dump:
+        return inputs(**replay_inputs(dump, run, rollout.max_response_tokens))
+
+    hf.check_positions(settings.max_request_tokens, REQUEST_TOKENS)
+    train, evals, episodes = read_prompts(settings.data, rollout, settings.reward, tokenizer, only_evals=False)
+    check_same_data(run.folder, train.digest)
+    settings = settings.with_steps(train.epoch_size)
+    if problem := settings.warmup_problem:
+        raise UserError(problem)
+    train.check_size("rollout.prompts_per_step", rollout.prompts_per_step, "prompts", settings.data.train)
+    distillation = settings.algorithm.distillation
+    served = served_models(settings.reward, distillation)
+    check_served_models(served, model, settings.max_request_tokens, tokenizer, world_size, ranks_per_node)
+    scorer = make_scorer(settings.reward, rollout, settings.run.steps, settings.data.set_weights, tokenizer)
+    teacher, unasked = make_teacher(distillation, hf, tokenizer)
+    warnings = (
+        *scorer.warnings,
+        *(sentence for prompts in (train, *evals.values()) for sentence in prompts.warnings),
+        *start_warnings(settings.algorithm, rollout, fp8 or engine.has_fp8_cache),
+        *unasked,
+    )
+    return inputs(
+        train=train,
+        evals=evals,
+        scorer=scorer,
+        warnings=warnings,
+        episodes=episodes,
+        teacher=teacher,
+        served=served,
+    )
+
+
+def greet(settings: Settings, inputs: RunInputs, ranks: int, step: int) -> str:
+    """Return the first line of a run. `step`: last step of the checkpoint that it resumes; 0: none."""
+    start = f"resumes after step {step}" if step else "starts"
+    source = f"replaying {inputs.replay.folder}" if inputs.replay else "starting the engines"
+    return f"{settings.run.folder}: {start} on {ranks} ranks; {settings.step_summary}; {source}"
 
 
 @contextmanager
-def open_context(
-    settings: Settings, inputs: RunInputs, find_checkpoints: FindCheckpoints = tuple
-) -> Iterator[RolloutContext]:
+def open_context(settings: Settings, inputs: RunInputs) -> Iterator[RolloutContext]:
     """Open an RL job: start the engine, build the models, resume; yield a TrainContext on ranks that train."""
     preemption = PreemptionHandler()  # before engines and models, whose start takes minutes
-    with ExitStack() as stack:
-        engines = stack.enter_context(open_engines(settings, inputs, find_checkpoints))
+    find_checkpoints = partial(resumable_checkpoints, settings.run.folder, inputs.train.digest)
+    greeting = partial(greet, settings, inputs)
+    with open_engines(settings, inputs, find_checkpoints, greeting) as engines, platform.gc_frozen():
         job, policy = engines.job, engines.policy
         state = replace(engines.resumed.state, data=inputs.train.digest or engines.resumed.state.data)
         collector: Collector
@@ -285,7 +353,7 @@ def open_context(
             inputs=inputs,
             job=job,
             collector=collector,
-            evaluator=Evaluator(inputs.evals, inputs.scorer.for_evaluations(), engines),
+            evaluator=Evaluator(inputs.evals, settings.eval_sets, inputs.scorer.for_evaluations(), engines),
             recovery=engines.recovery,
             phases=engines.phases,
             timeline=engines.monitors.timeline,
@@ -293,15 +361,13 @@ def open_context(
             preemption=preemption,
             state=state,
         )
-        stack.enter_context(platform.gc_frozen())
-        if policy:
-            limit_s = settings.monitor.phase_timeout_s
-            saver = CheckpointSaver(settings.run, policy, limit_s, not engines.offloads, critic=engines.critic)
-            stack.enter_context(saver)
+        if not policy:
+            yield common
+            return
+        limit_s = settings.monitor.phase_timeout_s
+        with CheckpointSaver(settings.run, policy, limit_s, not engines.offloads, critic=engines.critic) as saver:
             models = vars(common) | {"parallel": policy.parallel, "policy": policy, "critic": engines.critic}
             yield TrainContext(**models, saver=saver)
-        else:
-            yield common
 
 
 def make_collector(settings: Settings, inputs: RunInputs, engines: Engines) -> RolloutCollector:
@@ -323,8 +389,7 @@ def make_collector(settings: Settings, inputs: RunInputs, engines: Engines) -> R
 
 def run(settings: Settings, inputs: RunInputs) -> None:
     """Train as one rank of a started job."""
-    checkpoints = partial(resumable_checkpoints, settings.run.folder, inputs.train.digest)
-    with open_context(settings, inputs, checkpoints) as ctx:
+    with open_context(settings, inputs) as ctx:
         if isinstance(ctx, TrainContext):
             train(ctx)
         else:
@@ -350,8 +415,8 @@ def main(arguments: Sequence[str] | None = None, run: Callable[[Settings, RunInp
     ):
         settings = load_settings(args.config, args.overrides, dtype=platform.default_dtype())
         if args.replay:
-            settings = replay_settings(settings)
-        inputs = run_preflight(settings, world_size, ranks_per_node, args.replay)
+            settings = settings.for_replay()
+        inputs = read_inputs(settings, world_size, ranks_per_node, args.replay)
         settings = settings.with_steps(inputs.train.epoch_size)
         if args.dry_run:
             print_once(describe(settings, inputs, world_size, ranks_per_node, every_setting=args.all))

@@ -143,6 +143,11 @@ class DataConfig(NamedSets):
     chat_template_kwargs: TemplateVariables = Field({})
     shuffle: bool = Field(True, description="reorder the train prompts in each epoch; false: order of the file")
 
+    @property
+    def set_weights(self) -> dict[str, dict[str, float]]:
+        """Return the weights of the reward terms by train set, of the sets that have their own."""
+        return {name: one.reward for name, one in self.train.items() if one.reward is not None}
+
     def of_set(self, own: TrainSetConfig | EvalSetConfig) -> "DataConfig":
         """Return the settings with the columns of `own`, as far as it sets them."""
         return self.model_copy(update=own.model_dump(include={"prompt_column", "answer_column"}, exclude_none=True))

@@ -276,6 +276,11 @@ class EngineConfig(Section):
     args: dict[str, Any] = Field({}, description="any argument of the installed SGLang, checked by name")
 
     @property
+    def owns_devices(self) -> bool:
+        """Return whether the engines have devices of their own, which the trainer never uses."""
+        return self.ranks > 0
+
+    @property
     def has_fp8_cache(self) -> bool:
         return "fp8" in str(self.args.get("kv_cache_dtype"))
 

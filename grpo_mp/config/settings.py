@@ -133,13 +133,9 @@ class Settings(TrainerSettings):
             return ""
         return f"critic.warmup_steps={warmup_steps} leaves none of {self.run.steps} steps to the policy: lower it"
 
-    @property
-    def set_weights(self) -> dict[str, dict[str, float]]:
-        return {name: one.reward for name, one in self.data.train.items() if one.reward is not None}
-
     def _reward_problems(self) -> Iterator[str]:
         terms = [*self.reward.built_in_weights, *self.reward.function_names.values()]
-        for name, weights in self.set_weights.items():
+        for name, weights in self.data.set_weights.items():
             for term in weights.keys() - terms:
                 yield (
                     f"data.train.{name}.reward: no term of the reward is named {term!r}{did_you_mean(term, terms)}; "
@@ -308,6 +304,11 @@ class Settings(TrainerSettings):
         }
         return self.model_copy(update=updates)
 
+    def for_replay(self) -> "Settings":
+        """Return the settings of a replay: no engines, and all ranks train."""
+        engine = self.engine.model_copy(update={"ranks": 0})
+        return self.model_copy(update={"schedule": "colocated", "engine": engine})
+
     def for_sampling(self) -> "Settings":
         """Return the settings of `grpo-mp sample`, which answers the train prompts without training."""
         settings = self.without_training()
@@ -340,22 +341,26 @@ class Settings(TrainerSettings):
             f"{f' in {training.epochs} passes' * (training.epochs > 1)}"
         )
 
-    def eval_set(self, name: str) -> EvalSetConfig:
-        """Return an evaluation set with its sampling settings; those that are null are taken from `rollout`."""
-        eval_set, rollout = self.data.eval[name], self.rollout
-        return eval_set.model_copy(
-            update={
-                "temperature": rollout.temperature if eval_set.temperature is None else eval_set.temperature,
-                "top_p": eval_set.top_p or rollout.top_p,
-                "max_response_tokens": eval_set.max_response_tokens or rollout.max_response_tokens,
-            }
-        )
+    @property
+    def eval_sets(self) -> dict[str, EvalSetConfig]:
+        """Return the evaluation sets; sampling settings of a set that are null are those of `rollout`."""
+        rollout = self.rollout
+        return {
+            name: eval_set.model_copy(
+                update={
+                    "temperature": rollout.temperature if eval_set.temperature is None else eval_set.temperature,
+                    "top_p": eval_set.top_p or rollout.top_p,
+                    "max_response_tokens": eval_set.max_response_tokens or rollout.max_response_tokens,
+                }
+            )
+            for name, eval_set in self.data.eval.items()
+        }
 
     @property
     def max_request_tokens(self) -> int:
         """Return the maximum number of tokens of prompt and response together, in training and evaluation."""
-        limits = (self.eval_set(name).max_response_tokens for name in self.data.eval)
-        return self.rollout.max_prompt_tokens + max(filter(None, [self.rollout.max_response_tokens, *limits]))
+        limits = (eval_set.max_response_tokens or 0 for eval_set in self.data.eval.values())
+        return self.rollout.max_prompt_tokens + max([self.rollout.max_response_tokens, *limits])
 
 
 def default_value(name: str, root: type[Section] = Settings) -> Any:

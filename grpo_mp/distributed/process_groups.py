@@ -86,7 +86,7 @@ def start_parallel(layout: LayoutConfig, seed: int, timeout_s: float, name: str 
 
     After `stop_parallel` a process may join again under another `name`.
     """
-    return make_parallel(join_job(timeout_s, name=name), layout, seed, timeout_s)
+    return make_parallel(join_job(timeout_s, name=name), layout, seed)
 
 
 def join_job(timeout_s: float, engine_ranks: int = 0, name: str = "job") -> Job:
@@ -142,12 +142,12 @@ def _join_group(
     return group
 
 
-def make_parallel(job: Job, layout: LayoutConfig, seed: int, timeout_s: float) -> Parallel:
+def make_parallel(job: Job, layout: LayoutConfig, seed: int) -> Parallel:
     """Create the process groups of a layout over all training ranks."""
-    timeout = datetime.timedelta(seconds=timeout_s)
+    timeout = datetime.timedelta(seconds=job.timeout_s)
     parallel_state.initialize_model_parallel(
         **megatron_sizes(layout),
-        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+        distributed_timeout_minutes=max(1, round(job.timeout_s / 60)),
         create_gloo_process_groups=True,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)

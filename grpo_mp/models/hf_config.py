@@ -88,6 +88,15 @@ class HfConfig:
             "rope_type": rope_type,
         }
 
+    def check_positions(self, tokens: int, setting: str) -> None:
+        """Raise an error if `tokens`, the value of `setting`, exceeds max_position_embeddings."""
+        positions = self.int("max_position_embeddings")
+        if tokens > positions:
+            raise UserError(
+                f"{setting} = {tokens}, but the model has only {positions} positions (max_position_embeddings of "
+                f"{self.path / self.file}): lower it"
+            )
+
     def rope_float(self, key: str) -> float:
         if self.rope.get(key) is None:
             raise self.error(f"{key} of the rope scaling is missing")
@@ -123,13 +132,3 @@ class HfConfig:
         if self.values.get(key) is None:
             raise self.error(f"{key} is missing")
         return self.values[key]
-
-
-def check_positions(hf: HfConfig, tokens: int, setting: str) -> None:
-    """Raise an error if `tokens`, the value of `setting`, exceeds max_position_embeddings."""
-    positions = hf.int("max_position_embeddings")
-    if tokens > positions:
-        raise UserError(
-            f"{setting} = {tokens}, but the model has only {positions} positions (max_position_embeddings of "
-            f"{hf.path / hf.file}): lower it"
-        )

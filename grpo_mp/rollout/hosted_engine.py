@@ -34,13 +34,11 @@ class HostedEngine:
         process: EngineProcess,
         loop: EventLoopThread,
         routing: ModelShape | None,
-        owns_devices: bool,
         request_timeout_s: float,
     ) -> None:
         """Store the parts without starting anything.
 
-        `routing`: shape of the model whose routed experts samples record, if any; `owns_devices`: the trainer never
-        uses the engine's devices.
+        `routing`: shape of the model whose routed experts samples record, if any.
         """
         self.client: EngineClient | None = None
         self.is_lost = False  # the engine is restarting, or is about to
@@ -49,7 +47,6 @@ class HostedEngine:
         self._request_timeout_s = request_timeout_s
         self._loop = loop
         self._routing = routing
-        self._owns_devices = owns_devices
         self._store: dist.Store | None = None
         self._restart: BackgroundTask | None = None
         self._watch: BackgroundTask | None = None
@@ -80,7 +77,7 @@ class HostedEngine:
             self._loop.submit(self.client.aclose())
             self.client = None
             self._count_loss(error)
-        if generates or self._owns_devices:
+        if generates or self._config.owns_devices:
             self.restart()
 
     def restart(self) -> None:

@@ -173,6 +173,7 @@ def server_spec(model: ServedModelConfig, spec: EngineSpec, has_head: bool = Tru
         index=spec.rank // model.gpus_per_server,
         model=model.folder,
         gpus=model.gpus_per_server,
+        dummy_weights=False,
         args={
             **model.args,
             **({} if spec.cpu else {"enable_weights_cpu_backup": True}),

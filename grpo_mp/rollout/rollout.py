@@ -5,17 +5,19 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from grpo_mp import platform
 from grpo_mp.checkpoint.hf_reader import has_hf_weights
-from grpo_mp.config import Settings
+from grpo_mp.config.data_sections import EvalSetConfig
 from grpo_mp.config.sections import EngineConfig, ModelConfig, RolloutConfig
 from grpo_mp.distributed.layout import model_shape
+from grpo_mp.distributed.process_groups import Job
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rewards.teacher import TeacherClient
@@ -31,7 +33,6 @@ from grpo_mp.rollout.reward_servers import (
     Connect,
     RewardServers,
     score_groups,
-    served_models,
 )
 from grpo_mp.rollout.routed_experts import ARGUMENT
 from grpo_mp.rollout.server import EngineProcess
@@ -39,15 +40,17 @@ from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import RolloutTask, RolloutWorker, give_back, pause_running
 from grpo_mp.utils.background import EventLoopThread
 from grpo_mp.utils.errors import EngineError
+from grpo_mp.utils.section import ServedModelConfig
 from grpo_mp.utils.types import Prompt, SampleGroup
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RolloutParts:
     """Model and scorers of a rollout.
 
     `episodes`: parts of multi-turn rollouts; None: a rollout is a single response. `teacher`: computes the teacher's
-    logprobs of sampled tokens, for distillation.
+    logprobs of sampled tokens, for distillation. `served`: see `served_models`. `records_experts`: samples record their
+    routed experts, for R3. `has_engines`: False: a replay.
     """
 
     hf: HfConfig
@@ -55,6 +58,9 @@ class RolloutParts:
     scorer: Scorer
     episodes: EpisodeParts | None = None
     teacher: TeacherClient | None = None
+    served: Mapping[str, ServedModelConfig] = field(default_factory=dict)
+    records_experts: bool = False
+    has_engines: bool = True
 
 
 class Rollout:
@@ -62,50 +68,40 @@ class Rollout:
 
     def __init__(
         self,
-        settings: Settings,
         parts: RolloutParts,
-        rank: int,
-        world_size: int,
-        load_weights: bool = False,
-        has_engines: bool = True,
+        engine: EngineConfig,
+        rollout: RolloutConfig,
+        base: EngineSpec,
+        job: Job,
+        logs: Path,
     ) -> None:
-        """Assign engines to ranks without starting them.
-
-        `load_weights`: engines read their weights from `model.path` and no weight sync follows, see
-        `engines_can_load_weights`; `has_engines`: False: the job has no engines and no reward servers.
-        """
-        self._settings = settings
+        """Assign engines to ranks without starting them. `base`: see `base_spec`; `logs`: folder."""
+        self._parts = parts
         self._tokenizer = parts.tokenizer
         self._scorer = parts.scorer
         self._episodes, self._teacher = parts.episodes, parts.teacher
-        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        placements = engine_placements(settings.engine, world_size, ranks_per_node) if has_engines else ()
+        self._engine_config, self._config, self._seed = engine, rollout, base.seed
+        placements = engine_placements(engine, job.world_size, job.ranks_per_node) if parts.has_engines else ()
         self.host_ranks = engine_host_ranks(placements)
-        replays = settings.training.router_replay == "R3" and not load_weights
-        self.routing = model_shape(parts.hf) if replays else None  # set if samples record their routed experts
-        self.owns_devices = not settings.shares_devices  # whether the engines have devices of their own
-        self._loop = EventLoopThread(f"engine of rank {rank}")
+        self.routing = model_shape(parts.hf) if parts.records_experts else None
+        self.owns_devices = engine.owns_devices
+        self._loop = EventLoopThread(f"engine of rank {job.rank}")
         self._pause = asyncio.Event()
-        logs, limit_s = settings.run.folder / "logs", settings.rollout.group_timeout_s
-        reward = settings.reward if has_engines and parts.scorer.defers else None
-        models = served_models(reward, settings.algorithm.distillation if has_engines and parts.teacher else None)
-        base = base_spec(
-            settings.model, settings.max_request_tokens, settings.run.seed, rank=rank, cpu=not platform.on_cuda()
-        )
+        limit_s = rollout.group_timeout_s
         self.reward_servers = (
-            RewardServers(models, base, logs, ranks_per_node, self.host_ranks, limit_s) if models else None
+            RewardServers(parts.served, base, logs, job.ranks_per_node, self.host_ranks, limit_s)
+            if parts.served
+            else None
         )
         self.engine: HostedEngine | None = None
         self._node: EngineNode | None = None  # this node's part of an engine whose host is on another node
-        if placement := next((placement for placement in placements if placement.rank == rank), None):
-            spec = engine_spec(settings, parts.hf, parts.tokenizer, placement, cpu=base.cpu, load_weights=load_weights)
+        if placement := next((placement for placement in placements if placement.rank == job.rank), None):
+            spec = engine_spec(base, placement, parts, engine, rollout)
             name = f"engine_{placement.engine}" + (f"_node_{placement.node_rank}" if placement.node_rank else "")
             process = EngineProcess(spec, logs / f"{name}.log")
             if placement.is_host:
                 # The time limit of a group must expire before that of its request.
-                self.engine = HostedEngine(
-                    *(settings.engine, process, self._loop), self.routing, self.owns_devices, 1.5 * limit_s
-                )
+                self.engine = HostedEngine(engine, process, self._loop, self.routing, request_timeout_s=1.5 * limit_s)
             else:
                 self._node = EngineNode(process)
 
@@ -117,7 +113,7 @@ class Rollout:
     @property
     def ranks(self) -> tuple[int, ...]:
         """Return the ranks whose GPUs belong to engines."""
-        size = self._settings.engine.gpus_per_engine
+        size = self._engine_config.gpus_per_engine
         return tuple(rank for host in self.host_ranks for rank in range(host, host + size))
 
     def start(self, store: dist.Store) -> None:
@@ -130,8 +126,9 @@ class Rollout:
     def open_reward_servers(self, group: dist.ProcessGroup, sleeps: bool) -> None:
         """Wait until the servers of reward models and teacher answer, and connect to them; see RewardServers.open."""
         if self.reward_servers:
-            names = (*self._settings.reward.own_models,)
-            connect: dict[str, Connect] = {name: partial(self._scorer.connect_model, name) for name in names}
+            connect: dict[str, Connect] = {
+                name: partial(self._scorer.connect_model, name) for name in self._parts.served
+            }
             if self._teacher:
                 connect[TEACHER] = self._teacher.connect
             self.reward_servers.open(connect, group, sleeps)
@@ -200,19 +197,19 @@ class Rollout:
             launched: Future[LaunchedGroups] = Future()
             launched.set_result(task.carried)
             return launched
-        settings, rule = self._settings, stream.rule
+        config, rule = self._engine_config, stream.rule
         groups_per_engine = -(-(rule.launched + rule.lookahead) // len(self.host_ranks))
-        max_in_flight = max(1, min(settings.engine.concurrent_groups, groups_per_engine))
-        limit_s = settings.rollout.group_timeout_s
+        max_in_flight = max(1, min(config.concurrent_groups, groups_per_engine))
+        limit_s = self._config.group_timeout_s
         lose, episodes = partial(engine.lose, client=client, generates=True), None
         if self._episodes:
-            most = asyncio.Semaphore(settings.engine.concurrent_groups * task.group_size)
+            most = asyncio.Semaphore(config.concurrent_groups * task.group_size)
             self._pause.clear()
             episodes = EpisodeRunner(self._episodes, client, most, self._pause)
         parts = (client, scorer or self._scorer, self._tokenizer, limit_s, lose, episodes)
         worker = RolloutWorker(
             *parts,
-            step_tokens=settings.engine.speculative.verified_tokens,
+            step_tokens=config.speculative.verified_tokens,
         )
         return self._loop.submit(worker.run(task, stream, max_in_flight))
 
@@ -227,20 +224,21 @@ class Rollout:
         self,
         prompts: Sequence[Prompt],
         scorer: Scorer,
+        eval_set: EvalSetConfig,
         name: str,
         step: int,
         stream: GroupStream,
     ) -> list[SampleGroup] | None:
-        """Generate and score the prompts of eval set `name` that this rank's engine claims; return groups in order.
+        """Generate and score the prompts of an eval set that this rank's engine claims; return groups in order.
 
-        Sampling parameters, and the length limit for reward terms, are those of the eval set. A group that exceeds its
-        time limit counts as empty samples. Returns None if all engines were lost before all prompts were done.
+        Sampling parameters, and the length limit for reward terms, are those of `eval_set`, see `Settings.eval_sets`. A
+        group that exceeds its time limit counts as empty samples. Returns None if all engines were lost before all
+        prompts were done.
         """
-        settings, eval_set = self._settings, self._settings.eval_set(name)
         overrides = eval_set.model_dump(include={"max_response_tokens", "temperature", "top_p"})
-        sampling = replace(rollout_sampling(settings.rollout), **overrides)
+        sampling = replace(rollout_sampling(self._config), **overrides)
         set_scorer = scorer.with_limit(sampling.max_response_tokens)
-        seed = rollout_seed(settings.run.seed, settings.engine, name)
+        seed = rollout_seed(self._seed, self._engine_config, name)
         task = RolloutTask(
             *(prompts.__getitem__, eval_set.samples, 0, step, sampling),
             pauses=False,
@@ -297,8 +295,13 @@ def engine_seed(run_seed: int, engine: int) -> int:
     return sampling_seed(run_seed, "engine", engine) >> 32
 
 
-def base_spec(model: ModelConfig, context_tokens: int, seed: int, rank: int, cpu: bool) -> EngineSpec:
-    """Return the specification of an engine that computes as the policy does, on one GPU of a rank."""
+def base_spec(model: ModelConfig, context_tokens: int, seed: int, rank: int, load_weights: bool = False) -> EngineSpec:
+    """Return the specification of an engine that computes as the policy does, on one GPU of a rank.
+
+    `load_weights`: read the weights from `model.path` in place of the first weight sync, see
+    `engines_can_load_weights`.
+    """
+    cpu = not platform.on_cuda()
     return EngineSpec(
         index=rank,
         rank=rank,
@@ -309,41 +312,37 @@ def base_spec(model: ModelConfig, context_tokens: int, seed: int, rank: int, cpu
         cpu=cpu,
         first_gpu=0 if cpu else int(os.environ.get("LOCAL_RANK", 0)),
         trust_remote_code=model.trust_remote_code,
+        dummy_weights=not load_weights,
         args={FP32_HEAD: model.fp32_head},
     )
 
 
 def engine_spec(
-    settings: Settings,
-    hf: HfConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    placement: EnginePlacement,
-    cpu: bool,
-    load_weights: bool = False,
+    base: EngineSpec, placement: EnginePlacement, parts: RolloutParts, engine: EngineConfig, rollout: RolloutConfig
 ) -> EngineSpec:
-    """Return the specification of the engine process at a placement.
+    """Return the specification of the engine process at a placement. `base`: see `base_spec`.
 
-    `load_weights`: read the weights from `model.path` in place of the first weight sync. Without it an engine on a GPU
-    starts with dummy weights.
+    An engine that need not load weights starts with dummy weights on a GPU, and with the folder's, if any, on a CPU.
     """
-    precision = precision_arguments(settings.engine.args, hf, cpu)
-    drafting = speculative_arguments(settings.engine, settings.rollout.group_size)
-    replay = {ARGUMENT: True} if settings.training.router_replay == "R3" and not load_weights else {}
-    seeded = {"enable_deterministic_inference": True} if settings.engine.deterministic else {}
-    seed = engine_seed(settings.run.seed, placement.engine)
-    base = base_spec(settings.model, settings.max_request_tokens, seed, rank=placement.rank, cpu=cpu)
-    in_flight = settings.engine.concurrent_groups * settings.rollout.group_size
-    defaults = {} if cpu else cuda_defaults(settings.engine.args, in_flight, settings.rollout.group_timeout_s)
-    reads_text = bool(settings.rollout.stop) or settings.rollout.function == "openai_agent"
+    precision = precision_arguments(engine.args, parts.hf, base.cpu)
+    in_flight = engine.concurrent_groups * rollout.group_size
+    defaults = {} if base.cpu else cuda_defaults(engine.args, in_flight, rollout.group_timeout_s)
+    own = {ARGUMENT: True} if parts.records_experts else {}
+    own |= speculative_arguments(engine, rollout.group_size)
+    own |= {"enable_deterministic_inference": True} if engine.deterministic else {}
+    reads_text = bool(rollout.stop) or rollout.function == "openai_agent"
+    needs_none = not base.cpu or bool(precision) or not has_hf_weights(base.model)
     return replace(
         base,
         index=placement.engine,
-        gpus=settings.engine.gpus_per_engine,
-        save_tokenizer=tokenizer.save_pretrained if reads_text else None,
+        rank=placement.rank,
+        seed=engine_seed(base.seed, placement.engine),
+        gpus=engine.gpus_per_engine,
+        save_tokenizer=parts.tokenizer.save_pretrained if reads_text else None,
         nodes=placement.nodes,
         node_rank=placement.node_rank,
-        dummy_weights=not load_weights and (not cpu or bool(precision) or not has_hf_weights(settings.model.path)),
-        args=defaults | settings.engine.args | precision | replay | drafting | seeded | dict(base.args),
+        dummy_weights=base.dummy_weights and needs_none,
+        args=defaults | engine.args | precision | own | dict(base.args),
     )
 
 

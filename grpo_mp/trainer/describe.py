@@ -3,12 +3,15 @@
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
 from grpo_mp.config.data_sections import EvalSetConfig
 from grpo_mp.config.sections import EngineConfig, LayoutConfig
+from grpo_mp.data.chat_data import ChatSet
 from grpo_mp.distributed.layout import describe_parallelism
 from grpo_mp.rollout.engine_layout import engine_host_ranks, engine_placements
 from grpo_mp.trainer.preflight import RunInputs
-from grpo_mp.trainer.sft_context import SftInputs
+from grpo_mp.utils.types import Sample
 
 
 def describe_ranks(layout: LayoutConfig, world_size: int, engine_ranks: int, ranks_per_node: int) -> str:
@@ -38,16 +41,17 @@ def describe_prompts(inputs: RunInputs, evals: Mapping[str, EvalSetConfig]) -> l
     ]
 
 
-def describe_chats(inputs: SftInputs, max_tokens: int) -> list[str]:
+def describe_chats(
+    train: ChatSet, held_out: Mapping[str, ChatSet], max_tokens: int, tokenizer: PreTrainedTokenizerBase
+) -> list[str]:
     """Return sentences on the samples; loss tokens of the first sample are in double brackets."""
-    train = inputs.train
     lengths, num_learned = train.sizes.T
     learned = num_learned.sum() / lengths.sum()
-    evals = ", ".join(f"{len(held_out)} of {name}" for name, held_out in inputs.evals.items()) or "none"
+    evals = ", ".join(f"{len(chats)} of {name}" for name, chats in held_out.items()) or "none"
     return [
         f"train samples: {len(train)} ({train.too_long} left out, longer than {max_tokens} tokens); "
         f"{lengths.mean():.0f} tokens each, up to {lengths.max()}, {learned:.0%} of them learned; eval: {evals}",
-        f"first sample, what is learned in [[ ]]: {show_learned(inputs)}",
+        f"first sample, what is learned in [[ ]]: {show_learned(train[0], tokenizer)}",
     ]
 
 
@@ -57,9 +61,9 @@ def dry_run_text(facts: Iterable[str], warnings: Iterable[str], folder: Path, se
     return "\n".join([*facts, *(f"warning: {text}" for text in warnings), end, "", settings])
 
 
-def show_learned(inputs: SftInputs) -> str:
-    """Return the first sample as one line of text, with its loss tokens in double brackets."""
-    sample, decode = inputs.train[0], inputs.tokenizer.decode
+def show_learned(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a sample as one line of text, with its loss tokens in double brackets."""
+    decode = tokenizer.decode
     parts, run = [decode(list(sample.prompt_tokens))], list[int]()
     mask = sample.generated or (True,) * len(sample.tokens)
     for index, (token, is_learned) in enumerate(zip(sample.tokens, mask, strict=True)):

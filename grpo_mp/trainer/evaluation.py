@@ -9,6 +9,7 @@ import torch.distributed as dist
 from grpo_mp.algorithms.evaluation import EvalScore, Votes, score_eval_set
 from grpo_mp.batching.exchange import all_gather_sample_info, gather_groups
 from grpo_mp.batching.group_selection import AdmissionRule
+from grpo_mp.config.data_sections import EvalSetConfig
 from grpo_mp.data.prompts import PromptSet
 from grpo_mp.distributed.peers import watching_peers
 from grpo_mp.distributed.process_groups import all_gather
@@ -16,7 +17,7 @@ from grpo_mp.monitor.metrics import metric_name
 from grpo_mp.monitor.samples import SHOWN_SAMPLES, evenly_spaced, samples_to_markdown
 from grpo_mp.rewards.scorer import RewardStats, Scorer, sum_stats
 from grpo_mp.rollout.stream import GroupStream
-from grpo_mp.trainer.context import Engines
+from grpo_mp.trainer.engines import Engines
 from grpo_mp.trainer.metrics import eval_metrics, eval_reward_metrics
 from grpo_mp.utils.phases import Phase
 from grpo_mp.utils.types import SampleGroup, SampleInfo
@@ -40,6 +41,7 @@ class Evaluator:
     """Evaluates the weights that the engines hold on every set of `data.eval`."""
 
     prompts: dict[str, PromptSet]  # by name of the set
+    sets: dict[str, EvalSetConfig]  # see Settings.eval_sets
     scorer: Scorer
     engines: Engines
 
@@ -77,7 +79,7 @@ class Evaluator:
                 key = f"eval/{name}/{step}/{attempt}"
                 stream = GroupStream(self.engines.job.store, key, rule, len(self.engines.rollout.host_ranks))
                 stream.check_peers = check_peers
-                groups = self.engines.rollout.evaluate(prompts, self.scorer, name, step, stream)
+                groups = self.engines.rollout.evaluate(prompts, self.scorer, self.sets[name], name, step, stream=stream)
             any_left = any(all_gather(groups is not None, self.engines.job.group))
             if not (any_left and self.engines.rollout.owns_devices):
                 self.engines.recovery.run()

@@ -19,11 +19,12 @@ from grpo_mp.policy.checkpoint import load_policy, load_reference
 from grpo_mp.policy.critic import Critic
 from grpo_mp.policy.policy import Policy
 from grpo_mp.trainer.exit import PreemptionHandler, ignore_more_interrupts, report_error_once
-from grpo_mp.trainer.phase_manager import PhaseManager
+from grpo_mp.trainer.phase_manager import PhaseManager, explain_out_of_memory
 from grpo_mp.trainer.save import CRITIC
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.log import log_file, logging_to
 
+START = "START"
 FindCheckpoints = Callable[[], Sequence[Path]]
 
 
@@ -134,11 +135,19 @@ def build_critic(settings: TrainerSettings, parallel: Parallel, checkpoint: Path
     return critic
 
 
-def show_notes(progress: Progress, rank: int, greeting: str, notes: Iterable[str], warnings: Iterable[str]) -> None:
+@contextmanager
+def starting(monitors: Monitors, limit_s: float) -> Iterator[None]:
+    """Run the body, which builds models and starts engines, as the start of the job."""
+    watchdog, progress = monitors.watchdog, monitors.progress
+    with watchdog.phase(START, limit_s), progress.phase(START), explain_out_of_memory(watchdog.rank, START, dict):
+        yield
+
+
+def show_notes(progress: Progress, rank: int, greeting: str, resumed: Resumed, warnings: Sequence[str]) -> None:
     """Show greeting, notes and warnings before the run starts."""
     progress.note(greeting)
     if rank == 0:
-        for note in (*notes, *(f"warning: {text}" for text in warnings)):
+        for note in (*resumed.changes, *(f"warning: {text}" for text in (*resumed.damages, *warnings))):
             progress.note(note)
 
 

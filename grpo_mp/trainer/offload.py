@@ -1,13 +1,16 @@
 """Offload and onload policy, critic, engine and reward servers when a phase begins; not used on a CPU."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+import torch
 import torch.distributed as dist
 
 from grpo_mp import platform
-from grpo_mp.distributed.nccl_memory import NcclMemory
+from grpo_mp.config.sections import LayoutConfig
+from grpo_mp.distributed.nccl_memory import NcclMemory, can_suspend
 from grpo_mp.policy.critic import Critic
 from grpo_mp.policy.offload import PolicyOffloader
 from grpo_mp.policy.policy import Policy
@@ -57,6 +60,11 @@ def offload_functions(
 def engine_functions(rollout: Rollout, group: dist.ProcessGroup) -> dict[str, OffloadFunction]:
     """Return the offload functions of this rank's engine by field of Residency; an engine that fails is lost."""
     return {part: partial(_move_engine, rollout, group, tags) for part, tags in ENGINE_TAGS.items()}
+
+
+def nccl_memory(layout: LayoutConfig) -> NcclMemory | None:
+    """Return the NCCL buffers of the layout's communicators; None if the installed NCCL cannot free them."""
+    return NcclMemory(layout) if can_suspend(torch.cuda.nccl.version(), os.environ) else None
 
 
 def _move_communicators(offloader: PolicyOffloader, group: dist.ProcessGroup, onload: bool) -> None:

@@ -16,21 +16,26 @@ from grpo_mp.algorithms.losses import load_policy_loss
 from grpo_mp.algorithms.policy_losses import PolicyLoss
 from grpo_mp.algorithms.selection import Curriculum, GroupFilter, load_curriculum, load_group_filter
 from grpo_mp.algorithms.settings import AlgorithmConfig
-from grpo_mp.checkpoint.run_state import FINAL, check_run_folder, check_same_data, saved_step
+from grpo_mp.checkpoint.run_state import FINAL, check_run_folder, saved_step
 from grpo_mp.checkpoint.settings_changes import use_template_date
-from grpo_mp.config import CriticConfig, Settings, dump_settings
-from grpo_mp.config.data_sections import DataConfig, EvalSetConfig
-from grpo_mp.config.sections import EngineConfig, LayoutConfig, ModelConfig, MonitorConfig, RolloutConfig, RunConfig
+from grpo_mp.config.data_sections import DataConfig
+from grpo_mp.config.sections import (
+    EngineConfig,
+    LayoutConfig,
+    ModelConfig,
+    MonitorConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainingConfig,
+)
 from grpo_mp.data.prompts import PromptReader, PromptSet, load_eval_prompts, load_train_prompts
 from grpo_mp.distributed.coordinates import tp_size
 from grpo_mp.distributed.layout import model_shape
-from grpo_mp.models import hf_config
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.tokenizer import read_tokenizer
 from grpo_mp.monitor.loggers import MakeLogger, load_loggers
 from grpo_mp.monitor.metrics import find_metric
-from grpo_mp.policy.critic import check_critic
 from grpo_mp.policy.megatron_config import DTYPES
 from grpo_mp.policy.policy import check_policy
 from grpo_mp.rewards.code import check_row_tests
@@ -45,12 +50,15 @@ from grpo_mp.rollout.engine_args import (
 )
 from grpo_mp.rollout.engine_layout import engine_parallelism, engine_placements, engine_uses_fp8
 from grpo_mp.rollout.episodes import EpisodeParts, load_episode_parts
-from grpo_mp.rollout.reward_servers import check_served_models, check_tokens, served_models
+from grpo_mp.rollout.reward_servers import check_tokens
+from grpo_mp.rollout.rollout import RolloutParts
 from grpo_mp.rollout.routed_experts import check_routed_experts
 from grpo_mp.rollout.sglang_source import argument_names
 from grpo_mp.trainer.replay import ReplayedRollouts
 from grpo_mp.utils.errors import UserError
 from grpo_mp.weight_sync.wire import WireFormat
+
+REQUEST_TOKENS = "rollout.max_prompt_tokens + max_response_tokens (of rollout and data.eval)"  # see max_request_tokens
 
 
 @dataclass(frozen=True)
@@ -75,108 +83,26 @@ def load_extensions(algorithm: AlgorithmConfig, loggers: Mapping[str, Mapping[st
     )
 
 
-@dataclass(frozen=True)
-class RunInputs:
+@dataclass(frozen=True, kw_only=True)
+class RunInputs(RolloutParts):
     """Inputs of a job, read before its process groups exist: model config, tokenizer, prompts, rewards."""
 
-    hf: HfConfig
-    tokenizer: PreTrainedTokenizerBase
     train: PromptSet
     evals: dict[str, PromptSet]
-    scorer: Scorer
     extensions: Extensions
     warnings: tuple[str, ...] = ()  # shown at the start
-    episodes: EpisodeParts | None = None  # None: a sample is a single answer
     replay: ReplayedRollouts | None = None  # None: engines generate
-    teacher: TeacherClient | None = None  # None: no distillation, or a replay, whose files have the teacher's logprobs
 
 
-def run_preflight(settings: Settings, world_size: int, ranks_per_node: int, dump: Path | None = None) -> RunInputs:
-    """Check an RL run and read its inputs. `dump`: folder of a replay, which has neither engines nor prompts."""
-    model = settings.model
-    rollout = settings.rollout
-    run = settings.run
+def read_model(
+    model: ModelConfig, layout: LayoutConfig, training: TrainingConfig, trainers: int
+) -> tuple[HfConfig, PreTrainedTokenizerBase]:
+    """Read config and tokenizer of the policy; check it against the layout of `trainers` ranks, if any train."""
+    check_attention(model.dtype, layout.context)
     hf = model.read_config()
-    extensions = load_extensions(settings.algorithm, settings.monitor.loggers)
-    check_place(run, settings.monitor, dump_settings(settings))
-    check_attention(model.dtype, settings.layout.context)
-    replays_experts = settings.training.router_replay == "R3"
-    fp8 = not dump and check_engines(settings.engine, rollout, hf, world_size, ranks_per_node, replays_experts)
-    formats = {fp8, run.exports_fp8} if run.export or run.export_every else {fp8}
-    check_bucket(hf, model.dtype, settings.layout, settings.sync.bucket_bytes, formats=formats)
-    tokenizer = read_tokenizer(model.path, hf, model.trust_remote_code)
-    trainers = world_size - settings.engine.ranks
-    check_policy(hf, model, layout=settings.layout, training=settings.training, world_size=trainers)
-    if settings.critic:
-        check_critic(settings.for_critic(), hf, trainers)
-    check_critic_tokenizer(settings.critic, model, tokenizer)
-    check_export(run, model)
-    inputs = partial(RunInputs, hf, tokenizer, extensions=extensions)
-    if dump:
-        replay = ReplayedRollouts(dump, run.steps)
-        check_replay(replay, run)
-        # Samples are not scored again, so files that `reward` names may be missing.
-        scorer = Scorer(RewardConfig(answer=1.0), rollout.max_response_tokens)
-        return inputs(train=PromptSet(str(dump), ()), evals={}, scorer=scorer, replay=replay)
-
-    check_positions(hf, rollout, settings.data.eval)
-    reader, episodes = open_prompts(settings.data, rollout, settings.reward, settings.set_weights, tokenizer=tokenizer)
-    train, evals = load_train_prompts(reader), load_eval_prompts(reader)
-    check_same_data(run.folder, train.digest)
-    settings = settings.with_steps(train.epoch_size)
-    if problem := settings.warmup_problem:
-        raise UserError(problem)
-    train.check_size("rollout.prompts_per_step", rollout.prompts_per_step, "prompts", settings.data.train)
-    models = served_models(settings.reward, settings.algorithm.distillation)
-    longest = settings.max_request_tokens
-    check_served_models(models, settings.model, longest, tokenizer, world_size, ranks_per_node)
-    scorer = make_scorer(settings.reward, rollout, settings.run.steps, settings.set_weights, tokenizer=tokenizer)
-    teacher, unasked = _make_teacher(settings.algorithm.distillation, hf, tokenizer)
-    warnings = (
-        *scorer.warnings,
-        *(sentence for prompts in (train, *evals.values()) for sentence in prompts.warnings),
-        *start_warnings(settings.algorithm, rollout, fp8 or settings.engine.has_fp8_cache),
-        *unasked,
-    )
-    return inputs(train=train, evals=evals, scorer=scorer, warnings=warnings, episodes=episodes, teacher=teacher)
-
-
-def run_generation_preflight(
-    settings: Settings, world_size: int, ranks_per_node: int, with_policy: bool, evaluates: bool
-) -> RunInputs:
-    """Check a job that only generates and read its inputs. `with_policy`: the job builds a policy.
-
-    `evaluates`: the job answers the eval sets, of which the first takes the place of the train prompts in RunInputs.
-    """
-    model, rollout = settings.model, settings.rollout
-    hf = model.read_config()
-    check_place(settings.run, settings.monitor, dump_settings(settings))
-    check_attention(model.dtype, settings.layout.context)
-    if with_policy:
-        check_policy(hf, model, layout=settings.layout, training=settings.training, world_size=world_size)
-    fp8 = check_engines(settings.engine, rollout, hf, world_size, ranks_per_node=ranks_per_node)
-    check_bucket(hf, model.dtype, settings.layout, settings.sync.bucket_bytes, formats={fp8})
-    tokenizer = read_tokenizer(model.path, hf, model.trust_remote_code)
-    check_positions(hf, rollout, settings.data.eval)
-    reader, episodes = open_prompts(settings.data, rollout, settings.reward, settings.set_weights, tokenizer=tokenizer)
-    evals = load_eval_prompts(reader)
-    train = next(iter(evals.values())) if evaluates else load_train_prompts(reader)
-    scorer = make_scorer(settings.reward, rollout, settings.run.steps, settings.set_weights, tokenizer=tokenizer)
-    if evaluates:
-        scorer = scorer.for_evaluations()
-    else:
-        models, longest = served_models(settings.reward, None), settings.max_request_tokens
-        check_served_models(models, settings.model, longest, tokenizer, world_size, ranks_per_node)
-    return RunInputs(
-        hf,
-        tokenizer,
-        train=train,
-        evals=evals,
-        scorer=scorer,
-        extensions=load_extensions(settings.algorithm, settings.monitor.loggers),
-        warnings=(*scorer.warnings, *(sentence for one in (evals.values() or [train]) for sentence in one.warnings)),
-        episodes=episodes,
-    )
+    if trainers > 0:
+        check_policy(hf, model, layout=layout, training=training, world_size=trainers)
+    return hf, read_tokenizer(model.path, hf, model.trust_remote_code)
 
 
 def check_place(run: RunConfig, monitor: MonitorConfig, resolved: str) -> None:
@@ -195,9 +121,8 @@ def check_attention(dtype: str, context: int) -> None:
         )
 
 
-def check_critic_tokenizer(critic: CriticConfig | None, model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that the folder of a critic has the policy's tokenizer, or none."""
-    path = critic.path if critic else None
+def check_critic_tokenizer(path: Path | None, model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that the folder of a critic has the policy's tokenizer, or none. `path`: None: the policy's folder."""
     if path and any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
         remedy = "take a critic of the policy's family and vocabulary"
         check_tokens(path, "critic.path", tokenizer=tokenizer, remedy=remedy, trust_remote_code=model.trust_remote_code)
@@ -240,13 +165,18 @@ def check_bucket(
         WireFormat(params, tp_sizes, DTYPES[dtype], fp8).round_bytes(bucket_bytes)
 
 
-def check_replay(replay: ReplayedRollouts, run: RunConfig) -> None:
-    """Check that the dump is of another run, and has the steps that are left."""
+def replay_inputs(dump: Path, run: RunConfig, max_response_tokens: int) -> dict[str, Any]:
+    """Return the fields of RunInputs for a replay; check that the dump is of another run, with the steps left."""
     if not run.steps:
         raise UserError("run.epochs: a replay reads no prompts to count: set run.steps")
-    if replay.folder.resolve().is_relative_to(run.folder.resolve()):
-        raise UserError(f"{replay.folder} is of the run in {run.folder} itself: choose another run.folder")
+    replay = ReplayedRollouts(dump, run.steps)
+    if dump.resolve().is_relative_to(run.folder.resolve()):
+        raise UserError(f"{dump} is of the run in {run.folder} itself: choose another run.folder")
     replay.check_steps(saved_step(run.folder) + 1)
+    # Samples are not scored again, so files that `reward` names may be missing.
+    scorer = Scorer(RewardConfig(answer=1.0), max_response_tokens)
+    train = PromptSet(str(dump), ())
+    return {"train": train, "evals": {}, "scorer": scorer, "replay": replay, "has_engines": False}
 
 
 def check_guards(names: Iterable[str]) -> None:
@@ -266,14 +196,6 @@ def check_export(run: RunConfig, model: ModelConfig) -> None:
             f"{final}: the export would take the place of model.path: choose another run.folder, or set "
             "run.export=false"
         )
-
-
-def check_positions(hf: HfConfig, rollout: RolloutConfig, evals: Mapping[str, EvalSetConfig]) -> None:
-    """Check that the model has a position for each token of the longest sequence."""
-    responses = [0, *(eval_set.max_response_tokens or 0 for eval_set in evals.values())]
-    longest = max(rollout.max_response_tokens, *responses)
-    setting = "rollout.max_prompt_tokens + max_response_tokens (of rollout and data.eval)"
-    hf_config.check_positions(hf, rollout.max_prompt_tokens + longest, setting)
 
 
 def start_warnings(algorithm: AlgorithmConfig, rollout: RolloutConfig, fp8: bool) -> list[str]:
@@ -312,25 +234,27 @@ def make_scorer(
     return Scorer(reward, limit, max_steps=steps, decode=tokenizer.decode, set_weights=set_weights)
 
 
-def open_prompts(
-    data: DataConfig,
-    rollout: RolloutConfig,
-    reward: RewardConfig,
-    set_weights: Mapping[str, Mapping[str, float]],
-    tokenizer: PreTrainedTokenizerBase,
-) -> tuple[PromptReader, EpisodeParts | None]:
-    """Return the reader of the prompts, and the parts of episodes; None if a sample is a single answer."""
+def read_prompts(
+    data: DataConfig, rollout: RolloutConfig, reward: RewardConfig, tokenizer: PreTrainedTokenizerBase, only_evals: bool
+) -> tuple[PromptSet, dict[str, PromptSet], EpisodeParts | None]:
+    """Return train prompts, eval prompts by set, and the parts of episodes; None if a sample is a single answer.
+
+    `only_evals`: the first eval set takes the place of the train prompts.
+    """
     if rollout.tool_parser:
         check_tool_parser(rollout.tool_parser)
     episodes = load_episode_parts(rollout, tokenizer, data.chat_template_kwargs)
     tools = episodes.tools.schemas if episodes else ()
-    check = partial(check_row_tests, reward, set_weights)
-    return PromptReader(data, tokenizer, rollout.max_prompt_tokens, tools, check), episodes
+    check = partial(check_row_tests, reward, data.set_weights)
+    reader = PromptReader(data, tokenizer, rollout.max_prompt_tokens, tools, check)
+    evals = load_eval_prompts(reader)
+    return next(iter(evals.values())) if only_evals else load_train_prompts(reader), evals, episodes
 
 
-def _make_teacher(
+def make_teacher(
     distillation: DistillationConfig | None, hf: HfConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[TeacherClient | None, list[str]]:
+    """Return the teacher of a distillation, if any, after a test on rank 0, and a warning if its tokens are unknown."""
     if distillation is None:
         return None, []
     teacher = TeacherClient(distillation.teacher, distillation.topk, hf.int("vocab_size"))

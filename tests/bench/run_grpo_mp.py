@@ -12,9 +12,8 @@ from pathlib import Path
 from grpo_mp.config import Settings, check_settings
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
-from grpo_mp.train import TrainContext, generate, open_context, train
+from grpo_mp.train import TrainContext, generate, open_context, read_inputs, train
 from grpo_mp.trainer.command_line import local_ranks
-from grpo_mp.trainer.preflight import run_preflight
 from tests.bench import workload as w
 
 
@@ -93,7 +92,7 @@ def main() -> None:
     parser.add_argument("--staleness", type=int)
     given = parser.parse_args()
     settings = make_settings(given.folder, given.run_folder, given.steps, given.schedule, given.staleness)
-    inputs = run_preflight(settings, *local_ranks())
+    inputs = read_inputs(settings, *local_ranks())
     lengths = w.read_lengths(given.folder)
     with open_context(settings, inputs) as ctx:
         if (engine := ctx.recovery.rollout.engine) and engine.client:

@@ -35,7 +35,7 @@ def main() -> None:
         check_peers()
     found |= {"sum": float(total), "from": float(received), "last": last[0]}
     if job.trains:
-        parallel = make_parallel(job, LayoutConfig(tensor=2), 0, 60.0)
+        parallel = make_parallel(job, LayoutConfig(tensor=2), 0)
         found |= {"trainers": all_gather(rank, parallel.cpu_group), "tensor": parallel.coords.tensor}
     else:
         first = rank - dist.get_rank()

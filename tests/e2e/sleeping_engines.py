@@ -7,22 +7,27 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from grpo_mp import evaluate
 from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.policy.policy import Policy
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.train import main
-from grpo_mp.trainer import context
 from grpo_mp.trainer.job import Monitors
 from grpo_mp.trainer.offload import engine_functions
 from grpo_mp.trainer.phase_manager import OffloadFunction, PhaseManager
 from grpo_mp.utils.phases import GENERATION, Residency
 
+ROLLOUTS: list[Rollout] = []
 
-def make_phases(
-    monitors: Monitors, rollout: Rollout, policy: Policy, critic: None, limit_s: float, *_: Any
-) -> PhaseManager:
+
+def make_rollout(*parts: Any, **more: Any) -> Rollout:
+    ROLLOUTS.append(Rollout(*parts, **more))
+    return ROLLOUTS[-1]
+
+
+def make_phases(monitors: Monitors, policy: Policy, critic: None, limit_s: float, *_: Any) -> PhaseManager:
     """Make phases that move the engine, and nothing of the policy."""
-    functions = engine_functions(rollout, policy.parallel.job.group)
+    functions = engine_functions(ROLLOUTS[-1], policy.parallel.job.group)
     engine = {part: partial(move, monitors.timeline, function) for part, function in functions.items()}
     parts = (monitors.timeline, monitors.watchdog, monitors.progress, limit_s)
     return PhaseManager(*parts, {**dict.fromkeys(vars(Residency()), stay), **engine}, GENERATION)
@@ -38,6 +43,6 @@ def stay(onload: bool) -> None:
 
 
 if __name__ == "__main__":
-    patched: dict[str, Callable[..., Any]] = {"make_phases": make_phases}
-    vars(context).update(patched)
+    patched: dict[str, Callable[..., Any]] = {"make_phases": make_phases, "Rollout": make_rollout}
+    vars(evaluate).update(patched)
     main()

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from grpo_mp.config import Settings
+from grpo_mp.evaluate import open_engines
 from grpo_mp.rollout.client import TARGET, EngineClient
 from grpo_mp.train import main
-from grpo_mp.trainer.context import Engines, open_engines
+from grpo_mp.trainer.engines import Engines
 from grpo_mp.trainer.preflight import RunInputs
 from grpo_mp.trainer.save import export_policy
 from grpo_mp.weight_sync.update import SyncReport
@@ -25,7 +26,7 @@ CHANGED = ("experts.linear_fc2.weight3", "input_layernorm.weight", "linear_q_dow
 
 
 def run(settings: Settings, inputs: RunInputs) -> None:
-    with open_engines(settings, inputs) as ctx:
+    with open_engines(settings, inputs, tuple, lambda *_: "") as ctx:
         found: dict[str, Any] = {"first": sync(ctx, 1)}
         with torch.no_grad():
             for name, tensor in ctx.policy.tensors.items():

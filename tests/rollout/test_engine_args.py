@@ -25,11 +25,11 @@ from grpo_mp.rollout.engine_args import (
 from grpo_mp.rollout.engine_layout import EnginePlacement
 from grpo_mp.rollout.engine_main import ARGUMENTS
 from grpo_mp.rollout.reward_servers import server_spec
-from grpo_mp.rollout.rollout import base_spec, engine_spec
+from grpo_mp.rollout.rollout import base_spec
 from grpo_mp.rollout.sglang_source import argument_names, source_folder
 from grpo_mp.utils.section import ServedModelConfig
 from tests.planner.jobs import settings_of
-from tools.tiny.models import make_tokenizer
+from tests.rollout.specs import cuda_spec
 
 SPEC = EngineSpec(index=0, rank=0, model=Path("m"), dtype="bfloat16", context_tokens=100, gpus=8, first_gpu=4)
 CPU = EngineSpec(index=0, rank=0, model=Path("m"), dtype="float32", context_tokens=100, cpu=True)
@@ -78,9 +78,8 @@ def test_an_engine_over_nodes_and_gpus() -> None:
 @pytest.mark.parametrize("fp32_head", [True, False])
 def test_an_engine_rounds_its_logits_as_the_policy_does(fp32_head: bool) -> None:
     settings = settings_of(model={"path": "m", "fp32_head": fp32_head})
-    placement, unused = EnginePlacement(engine=0, rank=0, node_rank=0, nodes=1), make_tokenizer([])
-    spec = engine_spec(settings, named_config("Qwen3-30B-A3B"), unused, placement, cpu=False)
-    teacher = server_spec(ServedModelConfig(path="m"), base_spec(settings.model, 96, 0, 0, cpu=True), has_head=False)
+    spec = cuda_spec(settings, named_config("Qwen3-30B-A3B"), EnginePlacement(0, 0, 0, 1))
+    teacher = server_spec(ServedModelConfig(path="m"), base_spec(settings.model, 96, 0, 0), has_head=False)
     assert teacher
     for each in (spec, teacher):
         assert engine_arguments(each, 1, "name", "key")["enable_fp32_lm_head"] is fp32_head

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from transformers import AutoTokenizer
@@ -12,10 +12,11 @@ from grpo_mp.algorithms.evaluation import score_eval_set
 from grpo_mp.batching.exchange import sample_infos
 from grpo_mp.batching.group_selection import AdmissionRule
 from grpo_mp.config import load_settings
+from grpo_mp.distributed.process_groups import Job
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rollout.client import EngineOutput
-from grpo_mp.rollout.rollout import Rollout, RolloutParts
+from grpo_mp.rollout.rollout import Rollout, RolloutParts, base_spec
 from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.utils.types import Prompt
 from tests.conftest import TinyRun
@@ -47,12 +48,14 @@ def evaluate(tiny_run: TinyRun, overrides: Sequence[str], engine: FakeEngine, co
     tokenizer: Any = AutoTokenizer.from_pretrained(str(tiny_run.model))
     tokenizer.batch_decode = lambda tokens, **_: ["\\boxed{7}" for _ in tokens]
     scorer = Scorer(settings.reward, settings.rollout.max_response_tokens)
-    with Rollout(settings, RolloutParts(HfConfig.read(tiny_run.model), tokenizer, scorer), 0, 1) as rollout:
+    parts = RolloutParts(hf=HfConfig.read(tiny_run.model), tokenizer=tokenizer, scorer=scorer)
+    base, job = base_spec(settings.model, 64, seed=0, rank=0), SimpleNamespace(rank=0, world_size=1, ranks_per_node=1)
+    with Rollout(parts, settings.engine, settings.rollout, base, cast("Job", job), logs=tiny_run.folder) as rollout:
         host: Any = SimpleNamespace(client=engine, lose=print, stop=lambda: None)
         rollout.engine = host
         prompts = [Prompt(number, "?", (number,), answer="7") for number in range(count)]
         stream = GroupStream(dist.HashStore(), "eval", AdmissionRule(count, count, count))
-        return rollout.evaluate(prompts, scorer, "arithmetic", 0, stream)
+        return rollout.evaluate(prompts, scorer, settings.eval_sets["arithmetic"], "arithmetic", 0, stream=stream)
 
 
 def test_a_group_past_its_limit_counts_as_wrong_answers(tiny_run: TinyRun) -> None:

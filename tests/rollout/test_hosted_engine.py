@@ -95,10 +95,10 @@ def host(process: Callable[[EnginePlacement], EngineProcess], store: dist.Store)
     """An engine, started; it has its devices for itself."""
     loop, hosts, before = EventLoopThread("engine"), list[HostedEngine](), children()
 
-    def make(nodes: int = 1, owns_devices: bool = True, **config: Any) -> HostedEngine:
+    def make(nodes: int = 1, ranks: int = 1, **config: Any) -> HostedEngine:
         placement = EnginePlacement(0, 1, 0, nodes)
-        settings = EngineConfig.model_validate(config)
-        hosts.append(HostedEngine(settings, process(placement), loop, None, owns_devices, LIMIT_S))
+        settings = EngineConfig.model_validate(config | {"ranks": ranks})
+        hosts.append(HostedEngine(settings, process(placement), loop, None, LIMIT_S))
         hosts[-1].start(store)
         hosts[-1].wait_ready()
         return hosts[-1]
@@ -124,7 +124,7 @@ def test_a_lost_engine_starts_again_at_once_and_works_when_it_joins(host: Host, 
 
 
 def test_one_that_shares_its_devices_waits_for_them(host: Host) -> None:
-    engine = host(owns_devices=False)
+    engine = host(ranks=0)
     before = children()
     engine.lose(GONE)
     assert not engine.join(wait=False)
@@ -157,7 +157,7 @@ def test_one_that_runs_out_of_memory_starts_again(
 ) -> None:
     """Its server lives and says so; the one that starts in its place has the memory."""
     others = set(children())  # engines that other tests share
-    engine, rollout = host(owns_devices=False), Rollout.__new__(Rollout)
+    engine, rollout = host(ranks=0), Rollout.__new__(Rollout)
     rollout.engine, rollout._node, rollout._loop = engine, None, engine._loop
     move = engine_functions(rollout, one_rank_group)["engine_weights"]
     transport: Any = SimpleNamespace(export=lambda round_, staged: nullcontext([]))

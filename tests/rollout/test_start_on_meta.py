@@ -20,9 +20,9 @@ from grpo_mp.planner.job import make_job
 from grpo_mp.planner.model_configs import find_config, published_config
 from grpo_mp.rollout.engine_args import DP_ATTENTION_PORTS, ENGINE_SITE, engine_arguments, ports_needed
 from grpo_mp.rollout.engine_layout import EnginePlacement, engine_parallelism, engine_uses_fp8
-from grpo_mp.rollout.rollout import engine_spec
 from tests.planner.jobs import job_of, settings_of
 from tests.recipes import RL
+from tests.rollout.specs import cuda_spec
 from tests.rollout.start_on_meta import CACHES, GIB
 from tools.tiny.models import make_tiny, make_tokenizer
 
@@ -59,8 +59,7 @@ def cuda_arguments(settings: Settings, hf: HfConfig, folder: Path) -> dict[str, 
     (folder / INDEX).write_text(json.dumps({"weight_map": {}}))
     nodes = max(1, settings.engine.gpus_per_engine // GPUS_PER_NODE)
     settings = settings.model_copy(update={"model": settings.model.model_copy(update={"path": folder})})
-    tokenizer: Any = None  # recipes have no stop strings
-    spec = engine_spec(settings, hf, tokenizer, EnginePlacement(0, 0, 0, nodes), cpu=False)
+    spec = cuda_spec(settings, hf, EnginePlacement(0, 0, 0, nodes))
     claim = claim_ports(ports_needed(spec))
     claim.release()
     dist_init_addr = f"127.0.0.1:{claim.port + 1}" if nodes > 1 else None

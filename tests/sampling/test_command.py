@@ -11,10 +11,10 @@ from pyarrow import parquet
 from safetensors.torch import load_file, save_file
 
 from grpo_mp.checkpoint.run_state import METRICS, SETTINGS
+from grpo_mp.evaluate import read_inputs
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.journal import GroupJournal
 from grpo_mp.sample import IDENTITY, SamplingJob, check_folder, read_command, run
-from grpo_mp.trainer.preflight import run_generation_preflight
 from grpo_mp.trainer.sampling.answers import GROUPS, SAMPLES, SUMMARY
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.files import read_json, write_json
@@ -29,7 +29,7 @@ def command(config: Path, *arguments: str) -> SamplingJob:
 
 
 def preflight(job: SamplingJob) -> Any:
-    return run_generation_preflight(job.settings, 1, 1, job.needs_policy, evaluates=False)
+    return read_inputs(job, 1, 1)
 
 
 def with_prompts(digest: str = "0") -> Any:

@@ -280,7 +280,7 @@ def main() -> None:
         overrides += [f"rollout.tokens_ahead={given.tokens_ahead}", "engine.deterministic=true"]
     settings = load_settings(given.config, overrides)
     job = join_job(120.0, engine_ranks=1)
-    parallel = make_parallel(job, settings.layout, 0, 120.0) if job.trains else None
+    parallel = make_parallel(job, settings.layout, 0) if job.trains else None
     runs = [run(settings, job, parallel, given.steps, number) for number in range(given.runs)]
     if job.rank == 0:
         (given.out / "runs.json").write_text(json.dumps(runs))

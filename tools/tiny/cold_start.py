@@ -12,8 +12,8 @@ from grpo_mp.data.chat_data import ChatSet
 from grpo_mp.data.cursor import Cursor
 from grpo_mp.distributed.process_groups import single_rank_environment, start_parallel, stop_parallel
 from grpo_mp.policy.policy import Policy
+from grpo_mp.sft import SftInputs, read_inputs
 from grpo_mp.trainer.save import export_policy
-from grpo_mp.trainer.sft_context import SftInputs, run_sft_preflight
 from grpo_mp.trainer.sft_step import next_batch, pack_samples, supervised_update
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import Message
@@ -65,7 +65,7 @@ def cold_start(
     Writes the model to the folder `output` and returns the last step. Raises UserError if `run.steps` steps do not
     reach `target`.
     """
-    inputs = run_sft_preflight(settings, world_size=1)
+    inputs = read_inputs(settings, world_size=1)
     settings = settings.with_steps(inputs.train.epoch_size)
     with single_rank_environment():
         parallel = start_parallel(settings.layout, settings.run.seed, LIMIT_S)

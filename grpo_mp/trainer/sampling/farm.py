@@ -15,7 +15,7 @@ from grpo_mp.rollout.journal import GroupJournal
 from grpo_mp.rollout.rollout import rollout_sampling, rollout_seed
 from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import RolloutTask
-from grpo_mp.trainer.context import Engines
+from grpo_mp.trainer.engines import Engines
 from grpo_mp.trainer.sampling.filters import response_tokens
 from grpo_mp.utils.errors import DiskError
 from grpo_mp.utils.phases import Phase
