@@ -128,7 +128,7 @@ def read_inputs(job: EngineJob, world_size: int, ranks_per_node: int) -> RunInpu
         tokenizer=tokenizer,
         train=train,
         evals=evals,
-        scorer=scorer.for_evaluations() if evaluates else scorer,
+        scorer=scorer,
         extensions=load_extensions(settings.algorithm, settings.monitor.loggers),
         warnings=(*scorer.warnings, *(sentence for one in (evals.values() or [train]) for sentence in one.warnings)),
         episodes=episodes,

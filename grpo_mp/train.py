@@ -353,7 +353,7 @@ def open_context(settings: Settings, inputs: RunInputs) -> Iterator[RolloutConte
             inputs=inputs,
             job=job,
             collector=collector,
-            evaluator=Evaluator(inputs.evals, settings.eval_sets, inputs.scorer.for_evaluations(), engines),
+            evaluator=Evaluator(inputs.evals, settings.eval_sets, inputs.scorer, engines),
             recovery=engines.recovery,
             phases=engines.phases,
             timeline=engines.monitors.timeline,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from grpo_mp.config import Settings, SftSettings, is_pipeline, load_any_settings
+from grpo_mp.config import Settings, is_pipeline, load_any_settings
 from grpo_mp.config.sections import LayoutConfig, TrainingConfig
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.clusters import cluster_names, read_cluster
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
         console.print(f"its multi-token-prediction layer is not part of the policy: it {counted}")
 
     # torch is slow to import; the help and the errors above do not need it.
-    from grpo_mp.planner.job import make_job, make_sft_job
+    from grpo_mp.planner.job import make_job
     from grpo_mp.planner.plan import check_fits, make_plan
     from grpo_mp.planner.show import show_plan
     from grpo_mp.rollout.engine_args import check_arguments
@@ -44,12 +44,9 @@ def main(arguments: Sequence[str]) -> int:
 
     log_to_terminal()
     machines = cluster, args.nodes, args.gpus_per_node, args.response_tokens
-    if isinstance(settings, SftSettings):
-        job = make_sft_job(settings, hf, *machines)
-    else:
-        if find_spec("sglang"):  # a laptop may lack the engine
-            check_arguments(settings.engine.args)
-        job = make_job(settings, hf, *machines)
+    if isinstance(settings, Settings) and find_spec("sglang"):  # a laptop may lack the engine
+        check_arguments(settings.engine.args)
+    job = make_job(settings, hf, *machines)
     if find_spec("megatron"):
         _check_megatron_args(settings.layout, settings.training, settings.model.dtype, job.hf)
     plan = make_plan(job)

@@ -5,9 +5,12 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from grpo_mp.config.data_sections import NamedSets, SetConfig, SourceName, TemplateVariables
-from grpo_mp.config.sections import TrainingConfig
+from grpo_mp.algorithms.settings import AlgorithmConfig, KLConfig
+from grpo_mp.config.data_sections import DataConfig, NamedSets, SetConfig, SourceName, TemplateVariables, TrainSetConfig
+from grpo_mp.config.sections import EngineConfig, RolloutConfig, SyncConfig, TrainingConfig
+from grpo_mp.config.settings import Settings
 from grpo_mp.config.trainer_settings import TrainerSettings
+from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.utils.section import Section
 
 OF_RL = ("rollout", "engine", "reward", "algorithm", "sync", "schedule")  # sections that only RL has
@@ -93,6 +96,28 @@ class SftSettings(TrainerSettings):
         """Return the number of samples of the next step; the last step of the last epoch may be smaller."""
         left = round(self.run.epochs * epoch_size) - samples_seen if self.run.epochs else 0
         return min(self.sft.batch_size, left) if left > 0 else self.sft.batch_size
+
+    def as_trainer_of_rl(self) -> Settings:
+        """Return settings, not validated, of an RL job whose trainer has the work of this one, for the planner.
+
+        A sample is a prompt of one token and a response; the engines have ranks of their own.
+        """
+        shared = {name: getattr(self, name) for name in TrainerSettings.model_fields}
+        return Settings.model_construct(
+            schedule="one_step_off",
+            data=DataConfig(train={"train": TrainSetConfig(path="unused")}),
+            rollout=RolloutConfig(
+                prompts_per_step=self.sft.batch_size,
+                group_size=1,
+                max_prompt_tokens=1,
+                max_response_tokens=max(1, self.sft.max_tokens - 1),
+            ),
+            engine=EngineConfig(),
+            reward=RewardConfig(answer=1.0),
+            algorithm=AlgorithmConfig(kl=KLConfig(coef=0.0)),
+            sync=SyncConfig(),
+            **shared,
+        )
 
     def with_steps(self, epoch_size: int, steps_done: int = 0, samples_seen: int = 0) -> "SftSettings":
         """Return the settings with `run.steps` computed from `run.epochs`.

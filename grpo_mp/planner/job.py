@@ -6,12 +6,9 @@ from math import exp
 from operator import add
 from statistics import NormalDist, fmean
 
-from grpo_mp.algorithms.settings import AlgorithmConfig, KLConfig
 from grpo_mp.batching.shared_prompts import SamplePrompt
 from grpo_mp.batching.updates import PackingRule, packing_rule, plan_update
 from grpo_mp.config import Settings, SftSettings
-from grpo_mp.config.data_sections import DataConfig, TrainSetConfig
-from grpo_mp.config.sections import EngineConfig, RolloutConfig, SyncConfig
 from grpo_mp.distributed.coordinates import data_parallel_size
 from grpo_mp.distributed.layout import ModelShape, check_layout, critic_layout, model_shape, sets_pipeline_layout
 from grpo_mp.models.families import family_of
@@ -30,7 +27,6 @@ from grpo_mp.planner.parameter_count import (
     with_mtp_layer,
 )
 from grpo_mp.policy.parameter_bytes import BytesPerParameter, bytes_per_parameter
-from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rollout.engine_layout import (
     EngineParallelism,
     engine_parallelism,
@@ -273,14 +269,21 @@ class PlannedJob:
 
 
 def make_job(
-    settings: Settings,
+    settings: Settings | SftSettings,
     hf: HfConfig,
     cluster: Cluster,
     nodes: int,
     gpus_per_node: int | None = None,
-    mean_response_tokens: float | None = None,
+    mean_tokens: float | None = None,
 ) -> PlannedJob:
-    """Make the planned job of RL. `mean_response_tokens`: None for half of rollout.max_response_tokens."""
+    """Make the planned job. `mean_tokens`: of a response, or of a sample of supervised fine-tuning; None: half of most.
+
+    Supervised fine-tuning is planned as the trainer of an RL job whose engines have their own GPUs.
+    """
+    trains_only = isinstance(settings, SftSettings)
+    if isinstance(settings, SftSettings):
+        mean_tokens = max(1.0, (mean_tokens or max(2, settings.sft.max_tokens) / 2) - 1)
+        settings = settings.as_trainer_of_rl()
     gpus_per_node = gpus_per_node or cluster.gpus_per_node
     world_size, layout = nodes * gpus_per_node, settings.layout
     hf = replace(hf, family=settings.model.family, trains_mtp=settings.model.trains_mtp)
@@ -306,47 +309,14 @@ def make_job(
         stage_layers=stage_layers,
         parameter_counts=counts,
         policy_trained_counts=trained,
-        mean_response_tokens=mean_response_tokens or settings.rollout.max_response_tokens / 2,
+        mean_response_tokens=mean_tokens or settings.rollout.max_response_tokens / 2,
         per_parameter=bytes_per_parameter(
             settings.model.dtype,
             megatron,
             settings.optimizer.offload,
             updated_reference=settings.algorithm.kl.ref_update_every > 0,
         ),
+        trains_only=trains_only,
     )
     _ = job.models  # raises an error for a critic that does not fit the layout
     return job
-
-
-def make_sft_job(
-    settings: SftSettings,
-    hf: HfConfig,
-    cluster: Cluster,
-    nodes: int,
-    gpus_per_node: int | None = None,
-    mean_tokens: float | None = None,
-) -> PlannedJob:
-    """Make the planned job of supervised fine-tuning. `mean_tokens`: of a sample; None for half of sft.max_tokens.
-
-    The job is planned as the trainer of an RL job whose engines have their own GPUs.
-    """
-    longest = max(2, settings.sft.max_tokens)
-    as_trainer = Settings.model_construct(  # no validation: the checks of Settings are for RL
-        schedule="one_step_off",
-        run=settings.run,
-        model=settings.model,
-        layout=settings.layout,
-        data=DataConfig(train={"train": TrainSetConfig(path="unused")}),
-        rollout=RolloutConfig(
-            prompts_per_step=settings.sft.batch_size, group_size=1, max_prompt_tokens=1, max_response_tokens=longest - 1
-        ),
-        engine=EngineConfig(),
-        reward=RewardConfig(answer=1.0),
-        algorithm=AlgorithmConfig(kl=KLConfig(coef=0.0)),
-        optimizer=settings.optimizer,
-        training=settings.training,
-        sync=SyncConfig(),
-        monitor=settings.monitor,
-    )
-    mean_response_tokens = max(1.0, (mean_tokens or longest / 2) - 1)
-    return replace(make_job(as_trainer, hf, cluster, nodes, gpus_per_node, mean_response_tokens), trains_only=True)

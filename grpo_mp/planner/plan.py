@@ -16,7 +16,7 @@ from grpo_mp.planner.memory import (
     plan_memory,
     total_bytes,
 )
-from grpo_mp.planner.resource_use import ResourceUse, TimeEstimate, estimate_time, logprob_use, optimizer_use, train_use
+from grpo_mp.planner.resource_use import ResourceUse, estimate_time, logprob_use, optimizer_use, train_use
 from grpo_mp.utils.phases import GIB
 
 ON_BOTH = (SubPhase.SYNC, SubPhase.CHECK)  # engines and trainer both take part, so nothing overlaps
@@ -24,19 +24,19 @@ ON_BOTH = (SubPhase.SYNC, SubPhase.CHECK)  # engines and trainer both take part,
 
 @dataclass(frozen=True)
 class Plan:
-    """Memory, resource use and time of a job. `uses` and `times` are per GPU, by sub-phase."""
+    """Memory, resource use and time of a job. `uses` and `times` (see `estimate_time`) are per GPU, by sub-phase."""
 
     job: PlannedJob
     memory: MemoryPlan
     uses: Mapping[SubPhase, ResourceUse]
-    times: Mapping[SubPhase, TimeEstimate]
+    times: Mapping[SubPhase, Mapping[str, float]]
 
     def seconds(self, sub_phase: SubPhase) -> float:
         if sub_phase not in self.times:
             return 0.0
         save_every = self.job.settings.run.save_every
         times = (1 / save_every if save_every else 0.0) if sub_phase is SubPhase.SAVE else 1.0
-        return self.times[sub_phase].expected_s * times
+        return sum(self.times[sub_phase].values()) * times
 
     @property
     def sides_s(self) -> tuple[float, float, float]:
@@ -120,8 +120,8 @@ def _save_use(job: PlannedJob, uses: Mapping[SubPhase, ResourceUse]) -> Resource
         weights, rest = ResourceUse(), weights + rest
     # Waiting for engines also hides a save, but then generation sets the step time, so it is not counted.
     beside = BESIDE_A_SAVE if job.settings.shares_devices else (SubPhase.LOGPROB,)
-    hidden_s = sum(estimate_time(uses[phase], job.cluster).expected_s for phase in beside if phase in uses)
-    share = 1 - hidden_s / estimate_time(rest, job.cluster).expected_s
+    hidden_s = sum(sum(estimate_time(uses[phase], job.cluster).values()) for phase in beside if phase in uses)
+    share = 1 - hidden_s / sum(estimate_time(rest, job.cluster).values())
     moves = save_moves_use(job, job.held_weight_bytes[job.largest_stage] + _suspended_bytes(job))
     return weights + rest.scaled(max(0.0, share)) + moves
 

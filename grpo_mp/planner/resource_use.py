@@ -1,6 +1,5 @@
 """FLOPs and bytes of one GPU in a phase of the trainer, and the time that they need."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from grpo_mp.distributed.layout import ModelShape
@@ -43,19 +42,8 @@ class ResourceUse:
         return ResourceUse(**sums | {"bubble": self.bubble})
 
 
-@dataclass(frozen=True)
-class TimeEstimate:
-    """Expected seconds of a phase by resource; resources do not overlap."""
-
-    parts: Mapping[str, float]
-
-    @property
-    def expected_s(self) -> float:
-        return sum(self.parts.values())
-
-
-def estimate_time(use: ResourceUse, cluster: Cluster) -> TimeEstimate:
-    """Estimate the seconds of a phase from its use, with each resource at its achievable share of the peak rate."""
+def estimate_time(use: ResourceUse, cluster: Cluster) -> dict[str, float]:
+    """Estimate the seconds of a phase by resource, each at its achievable share of the peak rate; none overlap."""
     achievable = cluster.achievable
     fp8_rate = cluster.peak_fp8_tflops() if use.fp8_flops else 1.0
     products = use.flops / TERA / cluster.bf16_tflops + use.fp8_flops / TERA / fp8_rate
@@ -70,7 +58,7 @@ def estimate_time(use: ResourceUse, cluster: Cluster) -> TimeEstimate:
     }
     parts["waiting in the pipeline"] = sum(parts.values()) * use.bubble
     parts["latency"] = use.latency_s
-    return TimeEstimate({name: seconds for name, seconds in parts.items() if seconds})
+    return {name: seconds for name, seconds in parts.items() if seconds}
 
 
 def forward_flops_per_token(model: ModelShape, hf: HfConfig, context_tokens: float) -> float:

@@ -60,12 +60,12 @@ def _time_table(plan: Plan) -> Table:
     rows = []
     for sub_phase, use in plan.uses.items():
         time = plan.times[sub_phase]
-        costliest = max(time.parts, key=lambda name: time.parts[name], default="")
+        costliest = max(time, key=lambda name: time[name], default="")
         traffic = (use.nvlink_bytes, use.network_bytes, use.host_link_bytes + use.host_copy_bytes, use.disk_bytes)
         gigabytes = (f"{size / GIGA:,.1f}" if size else "" for size in traffic)
         flops = use.flops + use.fp8_flops
         tflop = f"{flops / TERA:,.0f}" if flops else ""
-        rows.append((str(sub_phase), tflop, *gigabytes, f"{time.expected_s:,.1f}", costliest))
+        rows.append((str(sub_phase), tflop, *gigabytes, f"{sum(time.values()):,.1f}", costliest))
     return _table("One step on one GPU", TIME_COLUMNS, rows)
 
 

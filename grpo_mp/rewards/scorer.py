@@ -209,25 +209,19 @@ class Scorer:
             stats, self._stats = self._stats, RewardStats()
         return stats
 
-    def add_stats(self, stats: RewardStats) -> None:
-        with self._lock:
-            self._stats = sum_stats([self._stats, stats])
-
     def with_own_stats(self) -> "Scorer":
         """Return a copy of this scorer with separate statistics."""
         other = copy(self)
         other._stats = RewardStats()
         return other
 
-    def with_limit(self, max_response_tokens: int) -> "Scorer":
-        """Return a copy with separate statistics, for responses of at most `max_response_tokens`."""
+    def for_evaluation(self, max_response_tokens: int) -> "Scorer":
+        """Return a copy with separate statistics and its own limit of response tokens.
+
+        The copy has no reward models that the job serves: they sleep during evaluations.
+        """
         other = self.with_own_stats()
         other._built_in = self._built_in.with_limit(self._settings, max_response_tokens)
-        return other
-
-    def for_evaluations(self) -> "Scorer":
-        """Return a copy with separate statistics, without the job's reward models, which sleep during evaluations."""
-        other = self.with_own_stats()
         other.defers = False
         other.term_weights = {
             name: weight for name, weight in self.term_weights.items() if name not in self._own_models

@@ -292,20 +292,6 @@ class EngineClient:
             await self.flush_cache()
         await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
-    async def checksums(self, with_draft: bool = False) -> dict[str, str]:
-        """Return the checksums of all tensors on all ranks of the engine, by tensor name and rank.
-
-        `with_draft`: include the drafting layer.
-        """
-        selector = TARGET_AND_DRAFT if with_draft else TARGET
-        reply = await self._call("POST", "/weights_checker", {"action": "checksum", **selector})
-        ranks = _expect_object(reply)["ranks"]
-        return {
-            f"{name}{f' (rank {number})' if len(ranks) > 1 else ''}": value
-            for number, rank in enumerate(ranks)
-            for name, value in rank["checksums"].items()
-        }
-
     async def release_memory(self, tags: Sequence[str]) -> None:
         """Wait until the engine is idle and free the device memory of `tags`: `weights`, `kv_cache`, `cuda_graph`.
 

@@ -19,7 +19,7 @@ from grpo_mp.config.sections import EngineConfig, ModelConfig, RolloutConfig
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.distributed.process_groups import Job
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.rewards.scorer import Scorer
+from grpo_mp.rewards.scorer import RewardStats, Scorer, sum_stats
 from grpo_mp.rewards.teacher import TeacherClient
 from grpo_mp.rollout.client import EngineClient, SamplingParams, sampling_seed
 from grpo_mp.rollout.engine_args import FP32_HEAD, EngineSpec, cuda_defaults, speculative_arguments
@@ -221,14 +221,8 @@ class Rollout:
         return {number: group for number, group in launched.items() if not isinstance(group, RunningGroup)}
 
     def evaluate(
-        self,
-        prompts: Sequence[Prompt],
-        scorer: Scorer,
-        eval_set: EvalSetConfig,
-        name: str,
-        step: int,
-        stream: GroupStream,
-    ) -> list[SampleGroup] | None:
+        self, prompts: Sequence[Prompt], eval_set: EvalSetConfig, name: str, step: int, stream: GroupStream
+    ) -> tuple[list[SampleGroup], RewardStats] | None:
         """Generate and score the prompts of an eval set that this rank's engine claims; return groups in order.
 
         Sampling parameters, and the length limit for reward terms, are those of `eval_set`, see `Settings.eval_sets`. A
@@ -237,27 +231,26 @@ class Rollout:
         """
         overrides = eval_set.model_dump(include={"max_response_tokens", "temperature", "top_p"})
         sampling = replace(rollout_sampling(self._config), **overrides)
-        set_scorer = scorer.with_limit(sampling.max_response_tokens)
-        seed = rollout_seed(self._seed, self._engine_config, name)
+        scorer = self._scorer.for_evaluation(sampling.max_response_tokens)
+        counts = list[RewardStats]()
         task = RolloutTask(
             *(prompts.__getitem__, eval_set.samples, 0, step, sampling),
             pauses=False,
-            seed=seed,
-            record=lambda group_id, group, stats: scorer.add_stats(stats),
+            seed=rollout_seed(self._seed, self._engine_config, name),
+            record=lambda group_id, group, stats: counts.append(stats),
         )
-        groups = self.begin(task, stream, set_scorer).result()
+        groups = self.begin(task, stream, scorer).result()
         if not stream.admission().done:
             return None
         end_token = self._tokenizer.eos_token_id
         finished = [
             group
             if group.finished
-            else set_scorer.score_group(unanswered(group.prompt, number, eval_set.samples, end_token), step)
+            else scorer.score_group(unanswered(group.prompt, number, eval_set.samples, end_token), step)
             for number, group in sorted(groups.items())
             if isinstance(group, SampleGroup)
         ]
-        scorer.add_stats(set_scorer.take_stats())
-        return [group for group in finished if group.samples]
+        return [group for group in finished if group.samples], sum_stats([*counts, scorer.take_stats()])
 
     def call(self, coroutine):  # type: ignore[no-untyped-def]
         """Run a coroutine of the client in the engine's event loop and return its result."""

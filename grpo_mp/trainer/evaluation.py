@@ -52,11 +52,11 @@ class Evaluator:
         """
         result, group = Evaluation(), self.engines.job.group
         for name, prompts in self.prompts.items():
-            groups = self._generate(prompts, name, step)
+            groups, own_stats = self._generate(prompts, name, step)
             with self.engines.phases.phase(Phase.EVAL, name):
                 infos: list[SampleInfo] = all_gather_sample_info(groups, group)
                 votes = _all_gather_votes(groups, self.scorer, group) if self.scorer.has_answers else None
-            stats = sum_stats(all_gather(self.scorer.take_stats(), group))
+            stats = sum_stats(all_gather(own_stats, group))
             result.reward_stats[name] = stats
             for sentence in stats.first_errors.values():
                 self.engines.monitors.progress.note(f"warning: {name}: {sentence}")
@@ -71,21 +71,20 @@ class Evaluator:
                 on_groups(name, groups)
         return result
 
-    def _generate(self, prompts: PromptSet, name: str, step: int) -> list[SampleGroup]:
-        """Return the groups of this rank's engine; start the set again if all engines were lost."""
+    def _generate(self, prompts: PromptSet, name: str, step: int) -> tuple[list[SampleGroup], RewardStats]:
+        """Return groups and statistics of this rank's engine; start the set again if all engines were lost."""
         for attempt in count():
             with self.engines.phases.phase(Phase.EVAL, name), watching_peers(self.engines.job.group) as check_peers:
                 rule = AdmissionRule(len(prompts), len(prompts), len(prompts))
                 key = f"eval/{name}/{step}/{attempt}"
                 stream = GroupStream(self.engines.job.store, key, rule, len(self.engines.rollout.host_ranks))
                 stream.check_peers = check_peers
-                groups = self.engines.rollout.evaluate(prompts, self.scorer, self.sets[name], name, step, stream=stream)
-            any_left = any(all_gather(groups is not None, self.engines.job.group))
+                scored = self.engines.rollout.evaluate(prompts, self.sets[name], name, step, stream=stream)
+            any_left = any(all_gather(scored is not None, self.engines.job.group))
             if not (any_left and self.engines.rollout.owns_devices):
                 self.engines.recovery.run()
             if any_left:
-                return groups or []
-            self.scorer.take_stats()
+                return scored or ([], RewardStats())
         raise AssertionError
 
 

@@ -49,8 +49,8 @@ class PublishedStep:
         cluster = replace(self.job.cluster, achievable=rates or self.job.cluster.achievable)
         plan = make_plan(replace(self.job, cluster=cluster))
         if phase != STEP:
-            return plan.times[SubPhase(phase)].expected_s
-        return plan.step_s - plan.times[SubPhase.CHECK].expected_s
+            return sum(plan.times[SubPhase(phase)].values())
+        return plan.step_s - plan.seconds(SubPhase.CHECK)
 
     def log_error(self, rates: Efficiency) -> float:
         """Return the logarithm of expected over measured seconds of the step, or of the one phase that is known."""

@@ -18,6 +18,7 @@ from grpo_mp.trainer.engines import Engines
 from grpo_mp.trainer.preflight import RunInputs
 from grpo_mp.trainer.save import export_policy
 from grpo_mp.weight_sync.update import SyncReport
+from tests.rollout.checksums import checksums
 from tests.weight_sync.sent_messages import sent_messages
 
 SEQUENCES = [[4, 5, 6, 7, 8, 9, 10], [11, 12, 13, 14]]
@@ -59,14 +60,14 @@ def ask(ctx: Engines) -> dict[str, Any]:
 
 async def overwrite(client: EngineClient, tensor: str) -> None:
     """Fill one of the engine's tensors with random values behind the back of the sync."""
-    others = [name for name in await client.checksums() if not name.startswith(tensor)]
+    others = [name for name in await checksums(client) if not name.startswith(tensor)]
     others = [name.partition(" ")[0] for name in others]
     await client._post("/weights_checker", {"action": "reset_tensors", "skip_tensor_list": others, **TARGET})
 
 
 async def describe(client: EngineClient) -> dict[str, Any]:
-    checksums, scores = await asyncio.gather(client.checksums(), client.score(SEQUENCES))
-    return {"checksums": checksums, "scores": scores}
+    found, scores = await asyncio.gather(checksums(client), client.score(SEQUENCES))
+    return {"checksums": found, "scores": scores}
 
 
 async def load_and_describe(client: EngineClient, folder: str) -> dict[str, Any]:

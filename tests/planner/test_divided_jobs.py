@@ -52,7 +52,7 @@ def test_a_device_that_trains_holds_all_of_the_trainer_and_no_engine() -> None:
 def test_a_step_takes_the_slower_side_and_the_sync(prompts: int, slower: str) -> None:
     rollout = {"prompts_per_step": prompts, "group_size": 4, "max_prompt_tokens": 2048, "max_response_tokens": 2048}
     plan = make_plan(divided("one_step_off", rollout=rollout, run={"folder": "run", "steps": 1, "save_every": 4}))
-    times = {sub_phase: time.expected_s for sub_phase, time in plan.times.items()}
+    times = {sub_phase: sum(time.values()) for sub_phase, time in plan.times.items()}
     trained = (SubPhase.LOGPROB, SubPhase.TRAIN, SubPhase.OPTIMIZER)
     training_s = sum(times[sub_phase] for sub_phase in trained) + times[SubPhase.SAVE] / 4
     sync_s = times[SubPhase.SYNC] + times[SubPhase.CHECK]

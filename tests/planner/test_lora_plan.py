@@ -43,4 +43,4 @@ def test_gradients_optimizer_and_checkpoints_are_of_adapters_alone() -> None:
         assert before - device.get("logits", 0) == gradient
     (weights, _), (all_weights, _) = save_uses(job), save_uses(full.job)
     assert weights.disk_bytes < 0.03 * all_weights.disk_bytes
-    assert adapted.times[phase].expected_s < full.times[phase].expected_s  # no gradient of the weights
+    assert sum(adapted.times[phase].values()) < sum(full.times[phase].values())  # no gradient of the weights

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from grpo_mp.planner.clusters import read_cluster
-from grpo_mp.planner.job import make_sft_job
+from grpo_mp.planner.job import make_job
 from grpo_mp.planner.memory import SubPhase
 from grpo_mp.planner.model_configs import published_config
 from grpo_mp.planner.plan import Plan, make_plan
@@ -22,7 +22,7 @@ EMBEDDING = 152064 * 3584
 def plan_of(batch_size: int = 256, **sections: Any) -> Plan:
     sections = {"sft": {"batch_size": batch_size, "max_tokens": 4096}, "layout": {"tensor": 2}} | sections
     config, cluster = published_config("qwen2.5-7b"), read_cluster("h100-80")
-    return make_plan(make_sft_job(settings_of(**sections), config, cluster, 1, mean_tokens=1024))
+    return make_plan(make_job(settings_of(**sections), config, cluster, 1, mean_tokens=1024))
 
 
 def test_device_holds_weights_gradients_and_a_share_of_adam() -> None:

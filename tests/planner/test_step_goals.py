@@ -31,7 +31,7 @@ def test_long_answers_on_128_gpus() -> None:
     assert 1100 < plan_recipe("moe_671b", 16).step_s < 1200
     host = {sub_phase: total_bytes(plan.memory.host[sub_phase]) for sub_phase in (SubPhase.OFFLOAD, SubPhase.SAVE)}
     assert host[SubPhase.SAVE] - host[SubPhase.OFFLOAD] < 100 * GIB
-    sleep_s = plan.times[SubPhase.OFFLOAD].parts["latency"]
+    sleep_s = plan.times[SubPhase.OFFLOAD]["latency"]
     assert sleep_s > 0
     assert plan.sides_s[2] + sleep_s < 3
 

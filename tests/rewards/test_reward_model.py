@@ -121,5 +121,5 @@ def test_a_model_that_the_job_serves_gives_later_what_one_elsewhere_gives_at_onc
     assert [sample.step_rewards for sample in found.samples] == [sample.step_rewards for sample in expected.samples]
     assert own.take_stats().to_dict() == elsewhere.take_stats().to_dict()
     asked = len(server.bodies)
-    assert all("model" not in sample.reward_terms for sample in own.for_evaluations().score_group(group).samples)
+    assert all("model" not in sample.reward_terms for sample in own.for_evaluation(10).score_group(group).samples)
     assert len(server.bodies) == asked

@@ -262,8 +262,8 @@ def test_a_scorer_of_another_limit_shares_all_but_it_and_the_counts(
     scorer: Callable[..., Scorer], make_group: MakeGroup
 ) -> None:
     built = scorer({"never": 1.0, "answer": 1.0}, overlong={"weight": 1.0, "buffer_tokens": 8})
-    other = built.with_limit(20)
+    other = built.for_evaluation(20)
     found = [one.score_group(make_group(["12345"])).samples[0].reward_terms["overlong"] for one in (built, other)]
     assert found == [-0.375, 0.0]
     assert other.term_weights == built.term_weights
-    assert built.with_limit(10).score_group(make_group(["12345"])) == built.score_group(make_group(["12345"]))
+    assert built.for_evaluation(10).score_group(make_group(["12345"])) == built.score_group(make_group(["12345"]))

@@ -43,7 +43,7 @@ class LongEngine(FakeEngine):
 
 
 def evaluate(tiny_run: TinyRun, overrides: Sequence[str], engine: FakeEngine, count: int) -> Any:
-    """The groups of prompts whose right answer the engine gives."""
+    """The groups of prompts whose right answer the engine gives, and the counts of their rewards."""
     settings = load_settings(tiny_run.config, overrides)
     tokenizer: Any = AutoTokenizer.from_pretrained(str(tiny_run.model))
     tokenizer.batch_decode = lambda tokens, **_: ["\\boxed{7}" for _ in tokens]
@@ -55,12 +55,11 @@ def evaluate(tiny_run: TinyRun, overrides: Sequence[str], engine: FakeEngine, co
         rollout.engine = host
         prompts = [Prompt(number, "?", (number,), answer="7") for number in range(count)]
         stream = GroupStream(dist.HashStore(), "eval", AdmissionRule(count, count, count))
-        return rollout.evaluate(prompts, scorer, settings.eval_sets["arithmetic"], "arithmetic", 0, stream=stream)
+        return rollout.evaluate(prompts, settings.eval_sets["arithmetic"], "arithmetic", 0, stream=stream)
 
 
 def test_a_group_past_its_limit_counts_as_wrong_answers(tiny_run: TinyRun) -> None:
-    groups = evaluate(tiny_run, ["data.eval.arithmetic.samples=3"], RightEngine(), 4)
-    assert groups
+    groups, _ = evaluate(tiny_run, ["data.eval.arithmetic.samples=3"], RightEngine(), 4)
     assert [group.prompt.index for group in groups] == [0, 1, 2, 3]
     score = score_eval_set([info for group in groups for info in sample_infos(group)])
     assert (score.accuracy, score.unanswered, score.problems, score.samples) == (0.75, 3, 4, 3)
@@ -75,8 +74,7 @@ def test_terms_of_the_length_know_the_limit_of_their_set(tiny_run: TinyRun) -> N
 
     def terms_of(limit: int) -> dict[str, float]:
         limits = [*overrides, f"data.eval.arithmetic.max_response_tokens={limit}"]
-        groups = evaluate(tiny_run, limits, LongEngine(), 1)
-        assert groups
+        groups, _ = evaluate(tiny_run, limits, LongEngine(), 1)
         terms: dict[str, float] = groups[0].samples[0].reward_terms
         return terms
 

@@ -20,6 +20,7 @@ from grpo_mp.rollout.client import EngineClient, EngineOutput
 from grpo_mp.rollout.engine_args import ENGINE_SITE, check_speculation
 from grpo_mp.rollout.groups import joined
 from grpo_mp.utils.errors import UserError
+from tests.rollout.checksums import checksums
 
 
 def engine(args: dict[str, Any] | None = None, **speculative: Any) -> EngineConfig:
@@ -138,7 +139,7 @@ def test_a_sync_and_its_check_reach_the_layer_that_drafts_where_it_is_trained() 
     for with_draft in (False, True):
         syncing, checking = RecordingClient(), RecordingClient()
         asyncio.run(sync(syncing, with_draft))
-        asyncio.run(checking.checksums(with_draft))
+        asyncio.run(checksums(checking, with_draft))
         sent = dict(syncing.sent)
         assert "selector" not in sent["/end_weight_update"]  # it is for those of the begin
         bodies += [sent[path] for path in ("/begin_weight_update", "/update_weights_from_tensor")]
@@ -146,6 +147,6 @@ def test_a_sync_and_its_check_reach_the_layer_that_drafts_where_it_is_trained() 
     answers = iter(answers_of_sglang(bodies))
     for with_draft, roles in ((False, ["target"]), (True, ["target", "draft"])):
         assert [next(answers), next(answers)] == [roles] * 2
-        checksums = asyncio.run(RecordingClient(answers).checksums(with_draft))
-        assert list(checksums) == ["weight", "draft.weight"][: len(roles)]
-        assert len(set(checksums.values())) == len(roles)
+        found = asyncio.run(checksums(RecordingClient(answers), with_draft))
+        assert list(found) == ["weight", "draft.weight"][: len(roles)]
+        assert len(set(found.values())) == len(roles)
