@@ -24,6 +24,7 @@ from grpo_mp.config import dump_settings
 from grpo_mp.distributed.process_groups import all_gather
 from grpo_mp.evaluate import EngineJob, read_engine_job, read_inputs, start_engines
 from grpo_mp.rollout.journal import GroupJournal
+from grpo_mp.rollout.rollout import rollout_seed
 from grpo_mp.trainer.command_line import command, started_job
 from grpo_mp.trainer.preflight import RunInputs
 from grpo_mp.trainer.sampling.answers import (
@@ -151,7 +152,8 @@ def check_folder(job: SamplingJob, inputs: RunInputs) -> None:
 
 def generate(job: SamplingJob, inputs: RunInputs, prompts: Sequence[Prompt]) -> dict[str, float]:
     """Generate answers for the prompts without recorded ones; return the throughput, see Throughput."""
-    greeting = f"{job.name}: {len(prompts):,} prompts x {job.settings.rollout.group_size}; starting the engines"
+    settings = job.settings
+    greeting = f"{job.name}: {len(prompts):,} prompts x {settings.rollout.group_size}; starting the engines"
     with start_engines(job, inputs, greeting) as engines:
         ranks = engines.job
         if ranks.rank == 0:
@@ -162,7 +164,9 @@ def generate(job: SamplingJob, inputs: RunInputs, prompts: Sequence[Prompt]) -> 
         if done:
             engines.monitors.progress.note(f"{len(done):,} of {len(prompts):,} prompts were answered before")
         journal = GroupJournal(job.folder / GROUPS, ranks.rank)
-        throughput = SampleFarm(job.settings, prompts, engines, journal).run(done)
+        seed = rollout_seed(settings.run.seed, settings.engine, "train")
+        farm = SampleFarm(settings.engine, settings.rollout, prompts, engines, journal, seed)
+        throughput = farm.run(done)
         dist.barrier(group=ranks.group)
     return throughput.to_dict()
 

@@ -39,8 +39,7 @@ class WatchedRollout(OneRankRollout):
 
 def make_farm(folder: Path, group: dist.ProcessGroup, engines: Sequence[FakeEngine], concurrent_groups: int = 4) -> Any:
     sizes = {"prompts_per_step": 1, "group_size": GROUP, "max_prompt_tokens": 1, "max_response_tokens": LONGEST}
-    settings: Any = SimpleNamespace(rollout=RolloutConfig.model_validate(sizes), run=SimpleNamespace(seed=0))
-    settings.engine = EngineConfig(concurrent_groups=concurrent_groups)
+    config = EngineConfig(concurrent_groups=concurrent_groups)
     rollout = WatchedRollout(list(engines), concurrent_groups)
     rollout.begun = []
     none = lambda: None  # noqa: E731
@@ -52,7 +51,7 @@ def make_farm(folder: Path, group: dist.ProcessGroup, engines: Sequence[FakeEngi
         recovery=SimpleNamespace(begin_step=none, run=none, weight_sync=None),
     )
     prompts = [Prompt(number, str(number), (number,)) for number in range(PROMPTS)]
-    return SampleFarm(settings, prompts, parts, GroupJournal(folder / GROUPS, 0))
+    return SampleFarm(config, RolloutConfig.model_validate(sizes), prompts, parts, GroupJournal(folder / GROUPS, 0))
 
 
 def check_answers(folder: Path, prompts: Sequence[int] = range(PROMPTS)) -> None:

@@ -6,13 +6,13 @@ from collections.abc import Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 
 from grpo_mp.batching.group_selection import AdmissionRule
-from grpo_mp.config import Settings
+from grpo_mp.config.sections import EngineConfig, RolloutConfig
 from grpo_mp.distributed.peers import watching_peers
 from grpo_mp.distributed.process_groups import all_gather
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.groups import EndedGroup, LaunchedGroups, RunningGroup
 from grpo_mp.rollout.journal import GroupJournal
-from grpo_mp.rollout.rollout import rollout_sampling, rollout_seed
+from grpo_mp.rollout.rollout import rollout_sampling
 from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import RolloutTask
 from grpo_mp.trainer.engines import Engines
@@ -47,10 +47,12 @@ class Throughput:
 class SampleFarm:
     """Generates the answers to all prompts on all engines of the job. Group i belongs to prompt i."""
 
-    settings: Settings
+    config: EngineConfig
+    rollout: RolloutConfig
     prompts: Sequence[Prompt]
     engines: Engines
     journal: GroupJournal
+    seed: int | None = None  # see rollout_seed
     own: Throughput = field(default_factory=Throughput)  # of this rank's engine
     _running: LaunchedGroups = field(default_factory=dict, init=False)  # by prompt
     _ended: set[int] = field(default_factory=set, init=False)  # prompts answered in this round by this rank
@@ -59,9 +61,8 @@ class SampleFarm:
     def run(self, done: Set[int]) -> Throughput:
         """Generate groups for all prompts not in `done`, without those that time out; return the throughput."""
         job = self.engines.job
-        settings = self.settings
         done = set(done)
-        size = settings.engine.concurrent_groups * len(self.engines.rollout.host_ranks)
+        size = self.config.concurrent_groups * len(self.engines.rollout.host_ranks)
         began_s = time.monotonic()
         # If a restarted engine gets its weights by a sync, all engines must be idle then: no group runs ahead.
         ahead = 0 if self.engines.recovery.weight_sync else size * ROUNDS_AHEAD
@@ -89,15 +90,15 @@ class SampleFarm:
         running = frozenset().union(*all_gather(set(self._running), engines.job.group))
         task = RolloutTask(
             lambda number: self.prompts[first + number],
-            self.settings.rollout.group_size,
+            self.rollout.group_size,
             first_group_id=first,
             step=0,
-            sampling=rollout_sampling(self.settings.rollout),
+            sampling=rollout_sampling(self.rollout),
             carried={prompt - first: group for prompt, group in self._running.items()},
             carried_by_all=frozenset(prompt - first for prompt in window if prompt in done or prompt in running),
             lookahead=lambda: ahead,
             pauses=False,
-            seed=rollout_seed(self.settings.run.seed, self.settings.engine, "train"),
+            seed=self.seed,
             record=self._record,
             forgets=True,
         )
