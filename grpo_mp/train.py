@@ -161,25 +161,27 @@ def dump_rollouts(ctx: RolloutContext, rollouts: RolloutBatch, step: int) -> Non
 
 def send_experts(ctx: RolloutContext, rollouts: RolloutBatch, step: int) -> None:
     """Send the routed experts recorded by this rank's engine to the training ranks that replay them (R3)."""
+    if ctx.inputs.records_experts:
+        with ctx.phases.phase(Phase.SCORE):
+            send_routed_experts(rollouts.of_own_engine, rollouts.infos, step_rule(ctx), step=step, job=ctx.job)
+
+
+def step_rule(ctx: RolloutContext) -> StepRule:
+    """Return the rule by which samples are divided into updates and micro-batches."""
     settings, job = ctx.settings, ctx.job
-    if settings.training.router_replay != "R3":
-        return
     dp_size = data_parallel_size(settings.layout, job.world_size - job.engine_ranks)
-    hidden_size = model_shape(ctx.inputs.hf).hidden_size
-    packing = packing_rule(
-        settings.layout, settings.training, dp_size, hidden_size=hidden_size, with_mtp=settings.model.trains_mtp
-    )
-    rule = StepRule(packing, settings.training, settings.run.seed)
-    with ctx.phases.phase(Phase.SCORE):
-        send_routed_experts(rollouts.of_own_engine, rollouts.infos, rule, step=step, job=job)
+    hidden_size, with_mtp = model_shape(ctx.inputs.hf).hidden_size, settings.model.trains_mtp
+    packing = packing_rule(settings.layout, settings.training, dp_size, hidden_size=hidden_size, with_mtp=with_mtp)
+    return StepRule(packing, settings.training, settings.run.seed)
 
 
 def compute_advantages(ctx: TrainContext, rollouts: RolloutBatch, step: int) -> StepBatch:
     """Compute advantages from rewards, exchange samples between ranks, and pack this rank's micro-batches."""
     assembly = Assembly(
-        ctx.settings,
+        step_rule(ctx),
+        ctx.settings.algorithm,
+        ctx.settings.rollout,
         ctx.parallel,
-        hidden_size=ctx.policy.config.hidden_size,
         estimator=ctx.inputs.extensions.estimator,
         reward_weights=ctx.settings.reward.weights,
         moe_layers=ctx.policy.moe_layers,

@@ -22,8 +22,8 @@ from grpo_mp.batching.exchange import redistribute
 from grpo_mp.batching.packing import context_index
 from grpo_mp.batching.routed_experts import exchange_routed_experts
 from grpo_mp.batching.shared_prompts import SamplePrompt
-from grpo_mp.batching.updates import StepRule, UpdatePlan, microbatches, packing_rule, plan_updates, sample_order
-from grpo_mp.config import Settings
+from grpo_mp.batching.updates import StepRule, UpdatePlan, microbatches, plan_updates, sample_order
+from grpo_mp.config.sections import RolloutConfig
 from grpo_mp.distributed.coordinates import model_parallel_ranks
 from grpo_mp.distributed.process_groups import Job, Parallel, sum_over_context
 from grpo_mp.utils.types import MicroBatch, PerToken, Sample, SampleGroup, SampleInfo
@@ -52,9 +52,10 @@ class StepBatch:
 class Assembly:
     """Arguments of `assemble_step_batch` that are constant over a run."""
 
-    settings: Settings
+    rule: StepRule
+    algorithm: AlgorithmConfig
+    rollout: RolloutConfig
     parallel: Parallel
-    hidden_size: int  # of the model
     estimator: AdvantageEstimator
     reward_weights: Mapping[str, float]
     moe_layers: Sequence[int] = ()  # MoE layers on this rank, for routing replay R3
@@ -68,29 +69,20 @@ def assemble_step_batch(
     `groups`: from this rank's engine; with routing replay R3 their experts are removed. `infos`: of the full step,
     equal on every rank. `step`: seeds the shuffle.
     """
-    settings, parallel = assembly.settings, assembly.parallel
-    by_sample = estimate_advantages(
-        assembly.estimator, infos, settings.algorithm.advantage, weights=assembly.reward_weights
-    )
+    rule, algorithm, rollout, parallel = assembly.rule, assembly.algorithm, assembly.rollout, assembly.parallel
+    by_sample = estimate_advantages(assembly.estimator, infos, algorithm.advantage, weights=assembly.reward_weights)
     advantages = _by_sequence(by_sample, [[part.response_tokens for part in info.sequences] for info in infos])
-    masks_failed = settings.rollout.failed == "mask"
-    sequences, learns = _sequences(infos), [not is_masked(info, settings.algorithm, masks_failed) for info in infos]
+    masks_failed = rollout.failed == "mask"
+    sequences, learns = _sequences(infos), [not is_masked(info, algorithm, masks_failed) for info in infos]
     sample_of = tuple(i for i, info in enumerate(infos) for _ in info.sequences)
-    packing = packing_rule(
-        settings.layout,
-        settings.training,
-        parallel.dp_size,
-        hidden_size=assembly.hidden_size,
-        with_mtp=settings.model.trains_mtp,
-    )
-    plan = _plan(infos, StepRule(packing, settings.training, settings.run.seed), step)
+    plan = _plan(infos, rule, step)
     samples = _exchange(groups, sequences, plan, assembly)
 
     def pack_update(update: UpdatePlan) -> tuple[MicroBatch, ...]:
         numbers = list(dict.fromkeys(sample_of[i] for i in update.samples))  # sequences of a sample are adjacent
         tokens = [[part.generated_tokens for part in infos[number].sequences] for number in numbers]
         totals, included = [sum(of_sample) for of_sample in tokens], [learns[number] for number in numbers]
-        weights = token_weights(totals, included, settings.algorithm, settings.rollout.max_response_tokens)
+        weights = token_weights(totals, included, algorithm, rollout.max_response_tokens)
         loss_tokens = sum(total for total, is_included in zip(totals, included, strict=True) if is_included)
         place, loss_weights = parallel.coords, _by_sequence(weights, tokens)
         batches = microbatches(
@@ -100,7 +92,7 @@ def assemble_step_batch(
 
     updates = tuple(map(pack_update, plan))
     unrouted_samples = None
-    if settings.training.router_replay == "R3":
+    if rule.training.router_replay == "R3":
         unrouted_samples = sum(not info.has_routed_experts for info in sequences)
         routed = exchange_routed_experts(groups, sequences, plan, layers=assembly.moe_layers, job=parallel.job)
         updates = tuple(
@@ -141,7 +133,7 @@ def _exchange(
         replica_source=parallel.replica_source,
     )
     index_of = {info.key: i for i, info in enumerate(sequences)}
-    return {index_of[key]: _with_topk(sample, assembly.settings.algorithm) for key, sample in samples.items()}
+    return {index_of[key]: _with_topk(sample, assembly.algorithm) for key, sample in samples.items()}
 
 
 def is_masked(info: SampleInfo, algorithm: AlgorithmConfig, masks_failed: bool) -> bool:

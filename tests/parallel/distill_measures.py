@@ -6,17 +6,17 @@ from functools import partial
 
 import numpy as np
 
-from grpo_mp.algorithms.advantages import load_estimator
 from grpo_mp.algorithms.loss_metrics import compute_metrics
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.batching.exchange import all_gather_sample_info
-from grpo_mp.batching.step_batch import Assembly, assemble_step_batch
+from grpo_mp.batching.step_batch import assemble_step_batch
 from grpo_mp.distributed.process_groups import sum_over_context
 from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.trainer.logprobs import compute_logprobs
 from grpo_mp.trainer.metrics import reduce_report
 from grpo_mp.utils.types import NO_TOKEN, Sample, TopLogprobs
 from tests.algorithms.objective import loss_of
+from tests.assembly import assembly_of
 from tests.parallel.cases import SMALL
 from tests.parallel.measures import Bench, Result, _gradients, _groups, _held
 
@@ -51,8 +51,7 @@ def distilled(bench: Bench) -> Result:
     algorithm = AlgorithmConfig.model_validate({"distillation": DISTILLATION})
     training = bench.settings.training.model_copy(update={"updates_per_step": 1})
     settings = bench.settings.model_copy(update={"algorithm": algorithm, "training": training})
-    estimator = load_estimator(algorithm.advantage)
-    assembly = Assembly(settings, parallel, SMALL["hidden_size"], estimator, {})
+    assembly = assembly_of(settings, parallel, SMALL["hidden_size"])
     batch = assemble_step_batch(groups, infos, 1, assembly)
     (update,) = compute_logprobs(policy, batch, algorithm, training, adaptive_coefs={})
     losses = policy.compute_gradients(update, loss_of(algorithm, reduce=partial(sum_over_context, parallel=parallel)))

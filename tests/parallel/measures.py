@@ -15,13 +15,12 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from grpo_mp import platform
-from grpo_mp.algorithms.advantages import load_estimator
 from grpo_mp.algorithms.loss_metrics import compute_metrics
 from grpo_mp.algorithms.losses import token_mean_loss
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.batching.exchange import all_gather_sample_info
 from grpo_mp.batching.routed_experts import exchange_routed_experts
-from grpo_mp.batching.step_batch import Assembly, assemble_step_batch
+from grpo_mp.batching.step_batch import assemble_step_batch
 from grpo_mp.checkpoint.compare import compare_weights
 from grpo_mp.checkpoint.convert import to_hf, to_megatron
 from grpo_mp.checkpoint.hf_reader import HfReader
@@ -51,6 +50,7 @@ from grpo_mp.weight_sync.transport import IpcTransport
 from grpo_mp.weight_sync.update import plan_rounds
 from grpo_mp.weight_sync.wire import WireFormat
 from tests.algorithms.objective import loss_of
+from tests.assembly import assembly_of
 from tests.parallel.cases import SMALL, Case
 from tests.parallel.chats import CHATS, chat_set
 from tests.parallel.inputs import FAMILY, StepSamples, plan_step, step_microbatches, with_experts
@@ -337,8 +337,7 @@ def _held(policy: TrainedModel) -> Result:
 def exchange(bench: Bench) -> Result:
     """Every rank holds some groups; do the samples that it trains on arrive?"""
     parallel, groups = bench.parallel, _groups(bench, bench.given.samples)
-    estimator = load_estimator(bench.settings.algorithm.advantage)
-    assembly = Assembly(bench.settings, parallel, SMALL["hidden_size"], estimator, {})
+    assembly = assembly_of(bench.settings, parallel, SMALL["hidden_size"])
     batch = assemble_step_batch(groups, all_gather_sample_info(groups, parallel.cpu_group), 1, assembly)
     packed = [list(update) for update in batch.updates]
     return {"packed": packed, "expected": bench.updates, "data": parallel.coords.data}
@@ -363,8 +362,7 @@ def family(bench: Bench) -> Result:
         algorithm = AlgorithmConfig.model_validate(tree)
         training = bench.settings.training.model_copy(update={"updates_per_step": 1})
         settings = bench.settings.model_copy(update={"algorithm": algorithm, "training": training})
-        estimator = load_estimator(algorithm.advantage)
-        assembly = Assembly(settings, parallel, SMALL["hidden_size"], estimator, {})
+        assembly = assembly_of(settings, parallel, SMALL["hidden_size"])
         batch = assemble_step_batch(groups, infos, 1, assembly)
         (update,) = compute_logprobs(policy, batch, algorithm, training, adaptive_coefs={})
         update = [replace(one, old_logprobs=one.rollout_logprobs + 0.1 * torch.cos(one.targets)) for one in update]

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grpo_mp.algorithms.advantages import load_estimator
 from grpo_mp.algorithms.losses import load_policy_loss
 from grpo_mp.batching.exchange import all_gather_sample_info
-from grpo_mp.batching.step_batch import Assembly, StepBatch, UpdateBatches, assemble_step_batch
+from grpo_mp.batching.step_batch import StepBatch, UpdateBatches, assemble_step_batch
 from grpo_mp.config import Settings
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.policy.policy import Policy
@@ -14,6 +13,7 @@ from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.trainer.logprobs import compute_logprobs
 from grpo_mp.trainer.update import train_step
 from grpo_mp.utils.types import SampleGroup
+from tests.assembly import assembly_of
 
 
 @dataclass(frozen=True)
@@ -42,5 +42,4 @@ def make_batch(
 ) -> StepBatch:
     """Assemble the batch of a step of the tiny model."""
     infos = all_gather_sample_info(groups, parallel.cpu_group)
-    estimator = load_estimator(settings.algorithm.advantage)
-    return assemble_step_batch(list(groups), infos, step, Assembly(settings, parallel, 64, estimator, {}, moe_layers))
+    return assemble_step_batch(list(groups), infos, step, assembly_of(settings, parallel, 64, moe_layers))

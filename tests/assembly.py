@@ -1,0 +1,16 @@
+"""Parts by which a step's batch is assembled, from the settings of a run."""
+
+from collections.abc import Sequence
+
+from grpo_mp.algorithms.advantages import load_estimator
+from grpo_mp.batching.step_batch import Assembly
+from grpo_mp.batching.updates import StepRule, packing_rule
+from grpo_mp.config import Settings
+from grpo_mp.distributed.process_groups import Parallel
+
+
+def assembly_of(settings: Settings, parallel: Parallel, hidden_size: int, moe_layers: Sequence[int] = ()) -> Assembly:
+    training, with_mtp = settings.training, settings.model.trains_mtp
+    packing = packing_rule(settings.layout, training, parallel.dp_size, hidden_size=hidden_size, with_mtp=with_mtp)
+    rule, estimator = StepRule(packing, training, settings.run.seed), load_estimator(settings.algorithm.advantage)
+    return Assembly(rule, settings.algorithm, settings.rollout, parallel, estimator, {}, moe_layers=moe_layers)
