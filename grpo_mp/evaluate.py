@@ -120,7 +120,7 @@ def read_inputs(job: EngineJob, world_size: int, ranks_per_node: int) -> RunInpu
     check_bucket(hf, model.dtype, settings.layout, settings.sync.bucket_bytes, formats={fp8})
     hf.check_positions(settings.max_request_tokens, REQUEST_TOKENS)
     train, evals, episodes = read_prompts(settings.data, rollout, reward, tokenizer, only_evals=evaluates)
-    scorer = make_scorer(reward, rollout, settings.run.steps, settings.data.set_weights, tokenizer)
+    scorer = make_scorer(reward, rollout, settings.run.steps, settings.data.set_weights, tokenizer=tokenizer)
     served = {} if evaluates else served_models(reward, None)
     check_served_models(served, model, settings.max_request_tokens, tokenizer, world_size, ranks_per_node)
     return RunInputs(
@@ -189,7 +189,9 @@ def _samples_file(folder: Path, rank: int) -> Path:
 def start_engines(job: EngineJob, inputs: RunInputs, greeting: str) -> Iterator[Engines]:
     """Run engines with the job's weights while the body runs."""
     checkpoints = [job.checkpoint] if job.checkpoint else []
-    with open_engines(job.settings, inputs, lambda: checkpoints, lambda *_: greeting, job.needs_policy) as engines:
+    with open_engines(
+        job.settings, inputs, lambda: checkpoints, lambda *_: greeting, builds_policy=job.needs_policy
+    ) as engines:
         if job.needs_policy:
             with engines.phases.phase(Phase.SYNC):
                 engines.recovery.update_weights(engines.resumed.state.optimizer_step)
@@ -217,7 +219,9 @@ def open_engines(
         ExitStack() as stack,
     ):
         base = base_spec(model, settings.max_request_tokens, run.seed, rank=job.rank, load_weights=not builds_policy)
-        rollout = stack.enter_context(Rollout(inputs, engine, settings.rollout, base, job, logs=run.folder / "logs"))
+        rollout = stack.enter_context(
+            Rollout(inputs, engine, settings.rollout, base, job=job, logs=run.folder / "logs")
+        )
         stack.callback(inputs.scorer.close)
         if inputs.teacher:
             stack.callback(inputs.teacher.close)

@@ -165,7 +165,7 @@ def generate(job: SamplingJob, inputs: RunInputs, prompts: Sequence[Prompt]) -> 
             engines.monitors.progress.note(f"{len(done):,} of {len(prompts):,} prompts were answered before")
         journal = GroupJournal(job.folder / GROUPS, ranks.rank)
         seed = rollout_seed(settings.run.seed, settings.engine, "train")
-        farm = SampleFarm(settings.engine, settings.rollout, prompts, engines, journal, seed)
+        farm = SampleFarm(settings.engine, settings.rollout, prompts, engines=engines, journal=journal, seed=seed)
         throughput = farm.run(done)
         dist.barrier(group=ranks.group)
     return throughput.to_dict()

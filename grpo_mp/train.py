@@ -310,7 +310,7 @@ def read_inputs(settings: Settings, world_size: int, ranks_per_node: int, dump: 
     distillation = settings.algorithm.distillation
     served = served_models(settings.reward, distillation)
     check_served_models(served, model, settings.max_request_tokens, tokenizer, world_size, ranks_per_node)
-    scorer = make_scorer(settings.reward, rollout, settings.run.steps, settings.data.set_weights, tokenizer)
+    scorer = make_scorer(settings.reward, rollout, settings.run.steps, settings.data.set_weights, tokenizer=tokenizer)
     teacher, unasked = make_teacher(distillation, hf, tokenizer)
     warnings = (
         *scorer.warnings,

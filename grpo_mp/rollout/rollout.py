@@ -96,7 +96,7 @@ class Rollout:
         self.engine: HostedEngine | None = None
         self._node: EngineNode | None = None  # this node's part of an engine whose host is on another node
         if placement := next((placement for placement in placements if placement.rank == job.rank), None):
-            spec = engine_spec(base, placement, parts, engine, rollout)
+            spec = engine_spec(base, placement, parts, engine, rollout=rollout)
             name = f"engine_{placement.engine}" + (f"_node_{placement.node_rank}" if placement.node_rank else "")
             process = EngineProcess(spec, logs / f"{name}.log")
             if placement.is_host:
