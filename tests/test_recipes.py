@@ -75,7 +75,7 @@ def test_a_recipe_starts_without_a_warning(settings: Settings, hf: HfConfig | No
     fp8 = hf is not None and engine_uses_fp8(settings.engine.args, hf, cpu=False)
     fp8 = fp8 or settings.engine.has_fp8_cache
     assert start_warnings(settings.algorithm, settings.rollout, fp8) == []
-    scorer = Scorer(settings.reward, settings.rollout.max_response_tokens, set_weights=settings.set_weights)
+    scorer = Scorer(settings.reward, settings.rollout.max_response_tokens, set_weights=settings.data.set_weights)
     assert scorer.warnings == ()
 
 

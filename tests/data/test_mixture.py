@@ -156,7 +156,7 @@ def read(tmp_path: Path, data: dict[str, Any], *overrides: str) -> Settings:
 def test_rewards_of_sets_name_terms_of_the_reward(tmp_path: Path) -> None:
     def weights(reward: dict[str, float], *overrides: str) -> dict[str, dict[str, float]]:
         sets = {"x": "a.jsonl", "y": {"path": "b.jsonl", "reward": reward}}
-        return read(tmp_path, {"train": sets}, "reward.functions={'mine.py:brevity': 0}", *overrides).set_weights
+        return read(tmp_path, {"train": sets}, "reward.functions={'mine.py:brevity': 0}", *overrides).data.set_weights
 
     assert weights({"boxed": 2, "brevity": 1}) == {"y": {"boxed": 2.0, "brevity": 1.0}}
     assert weights({"code": 1}, "reward.code={weight: 0}") == {"y": {"code": 1.0}}

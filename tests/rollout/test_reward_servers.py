@@ -168,7 +168,7 @@ def test_a_plan_counts_the_model_in_score_and_its_copy_on_the_host(folder: Path)
 def test_a_server_that_has_ended_stops_the_run_with_its_log(folder: Path, tmp_path: Path) -> None:
     """Its last lines are shown, not only that a request had no answer; groups that wait are not asked about."""
     chosen = settings({"model": {"path": str(folder)}}, run={"folder": str(tmp_path), "steps": 1})
-    spec, models = base_spec(chosen.model, 96, 0, rank=0, cpu=True), served_models(chosen.reward, None)
+    spec, models = base_spec(chosen.model, 96, 0, rank=0), served_models(chosen.reward, None)
     servers, asked = RewardServers(models, spec, tmp_path / "logs", 1, (0,), 600.0), list[SampleGroup]()
     servers.launch()
 

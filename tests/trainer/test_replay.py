@@ -16,7 +16,7 @@ from grpo_mp.checkpoint.run_state import TrainState, checkpoint_folder, write_ma
 from grpo_mp.config import Settings, dump_settings, load_settings
 from grpo_mp.data.cursor import Cursor
 from grpo_mp.rewards.scorer import RewardStats
-from grpo_mp.train import main, replay_settings
+from grpo_mp.train import main
 from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.trainer.replay import (
     ReplayCollector,
@@ -144,7 +144,7 @@ def test_the_command_passes_over_a_damaged_checkpoint(
         write_manifest(checkpoint, TrainState(step=step))
     (checkpoint_folder(run, 2) / "common.pt").write_bytes(b"weig")
     start = [str(tiny_run.config), f"run.folder={run}", "run.steps=2", "--dry-run", "--ranks", "2", "--replay"]
-    (run / "settings.yaml").write_text(dump_settings(replay_settings(load_settings(tiny_run.config, start[1:3]))))
+    (run / "settings.yaml").write_text(dump_settings(load_settings(tiny_run.config, start[1:3]).for_replay()))
     main([*start, str(folder)])
     assert f"rollouts: from {folder}\n" in capfd.readouterr().out
     shutil.copytree(folder / "step_000001", one_step / "step_000001")
