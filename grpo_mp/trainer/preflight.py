@@ -247,8 +247,9 @@ def read_prompts(
     tools = episodes.tools.schemas if episodes else ()
     check = partial(check_row_tests, reward, data.set_weights)
     reader = PromptReader(data, tokenizer, rollout.max_prompt_tokens, tools, check)
+    train = None if only_evals else load_train_prompts(reader)
     evals = load_eval_prompts(reader)
-    return next(iter(evals.values())) if only_evals else load_train_prompts(reader), evals, episodes
+    return next(iter(evals.values())) if train is None else train, evals, episodes
 
 
 def make_teacher(
