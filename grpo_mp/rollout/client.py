@@ -196,10 +196,10 @@ class EngineClient:
         calls = [(call["name"], call["parameters"]) for call in parsed["calls"] if call["name"]]
         return str(parsed["normal_text"]), calls
 
-    async def score(self, token_lists: Sequence[Sequence[int]], replica: int = 0) -> list[list[float]]:
+    async def score(self, token_lists: Sequence[Sequence[int]], replica: int | None = None) -> list[list[float]]:
         """Return the logprobs of the tokens of given sequences at temperature 1; entry i belongs to token i + 1.
 
-        `replica`: the attention replica of the engine that computes them.
+        `replica`: the attention replica of the engine that computes them; None: all replicas in turn.
         """
         body = {
             "input_ids": [list(tokens) for tokens in token_lists],
@@ -211,7 +211,9 @@ class EngineClient:
         reply = await self._call("POST", "/generate", body)
         return [[entry[0] for entry in output["meta_info"]["input_token_logprobs"][1:]] for output in reply]
 
-    async def decode(self, token_lists: Sequence[Sequence[int]], count: int, replica: int = 0) -> list[EngineOutput]:
+    async def decode(
+        self, token_lists: Sequence[Sequence[int]], count: int, replica: int | None = None
+    ) -> list[EngineOutput]:
         """Continue sequences by their `count` most probable tokens, with logprobs at temperature 1."""
         body = {
             "input_ids": [list(tokens) for tokens in token_lists],

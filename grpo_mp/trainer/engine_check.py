@@ -48,7 +48,10 @@ LOGGER = logging.getLogger(__name__)
 
 @dataclass
 class EngineCheck:
-    """Compares every engine's logprobs with the policy's on train prompts, in each attention replica of the engine."""
+    """Compares every engine's logprobs with the policy's on train prompts.
+
+    The first check of a run compares each attention replica of an engine, and its decoding with its prefill.
+    """
 
     policy: Policy | None  # None on ranks that only host an engine
     has_experts: bool  # without experts, no token can be routed differently
@@ -63,6 +66,7 @@ class EngineCheck:
     tolerance: float | None  # sync.check_tolerance
     correction: RolloutCorrectionConfig
     _rounding: float = field(default=0.0, init=False)  # mean effect of rounding on the policy's logprobs
+    _checked: bool = field(default=False, init=False)  # the first check is done
     _warned: float = field(default=0.0, init=False)  # mean difference of the last warning
 
     def run(self, version: int) -> CheckReport:
@@ -82,6 +86,7 @@ class EngineCheck:
                     self._judge(*wrong_again)
                 elif self.job.rank == 0:
                     LOGGER.warning("%s; a second sync repaired it: the first was incomplete", self._describe(*wrong))
+        self._checked = True
         return replace(worst_report(reports), limit=self._limit)
 
     @property
@@ -166,7 +171,9 @@ class EngineCheck:
         return [replace(report, tokens=int(report.tokens)) for report in reports], expected
 
     async def _compare_engine(self, client: EngineClient, sequences: Sequences, expected: Logprobs) -> CheckReport:
-        """Return the worst report on a replica of the engine: its prefill beside the policy, or beside its decoding."""
+        """Return the engine's report; in the first check, the worst of each replica's prefill and decoding."""
+        if self._checked:
+            return compare(await client.score(sequences), expected)
 
         async def compare_replica(replica: int) -> list[CheckReport]:
             outputs = await client.decode(sequences, DECODED_TOKENS, replica)

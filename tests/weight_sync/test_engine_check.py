@@ -65,8 +65,10 @@ class Engine:
         logprobs = [tuple(value + self._decode_error for value in sequence[-count:]) for sequence in scored]
         return [EngineOutput(added, of_one, (3,) * count, truncated=True) for of_one in logprobs]
 
-    async def score(self, token_lists: Sequence[Sequence[int]], replica: int) -> list[list[float]]:
-        error = self._errors[min(len(self.sets), len(self._errors)) - 1] + self.replica_errors[replica]
+    async def score(self, token_lists: Sequence[Sequence[int]], replica: int | None = None) -> list[list[float]]:
+        if replica is None:
+            self.sets.append(token_lists)
+        error = self._errors[min(len(self.sets), len(self._errors)) - 1] + self.replica_errors[replica or 0]
         expected = sequence_logprobs(self._policy, [tuple(tokens) for tokens in token_lists])
         return [[value + error for value in sequence] for sequence in expected]
 
@@ -156,6 +158,15 @@ def test_decoding_is_compared_with_prefill(settings: Settings, policy: Policy, e
     stops = rf"computes logprobs that are {error:.3g} off in decoding and right in prefill: choose other kernels by eng"
     with pytest.raises(EarlyStopError, match=stops):
         make_check(settings, policy, engine).run(3)
+
+
+def test_later_checks_only_score(settings: Settings, policy: Policy) -> None:
+    """What decoding computes is then in the mismatch metrics of each step."""
+    engine = Engine(policy, [0.0])
+    check = make_check(settings, policy, engine)
+    check.run(3)
+    engine.decode = None  # type: ignore[assignment,method-assign]
+    assert check.run(3).tokens == 5
 
 
 def test_a_second_sync_repairs_an_engine(settings: Settings, policy: Policy, caplog: pytest.LogCaptureFixture) -> None:
