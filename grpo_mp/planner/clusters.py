@@ -102,12 +102,13 @@ class Overheads:
     suspended_network: float = 0.5  # that share for groups across nodes: network buffers stay
     engine_nccl: float = 1.0 * GIB  # an engine's tensor-parallel communicators
     deepep_buffers: float = 2.5 * GIB  # 1.9 GiB RDMA for 128 tokens x 7168 x 256 experts, rest NVLink
-    cuda_graphs: float = 2.0 * GIB  # static buffers of the captured graphs
+    cuda_graphs: float = 2.0 * GIB  # static buffers of graphs that are captured up to SGLang's default batch size
     fragmentation: float = 0.03  # allocator fragments, as a share of the trainer's allocations
     trainer_process: float = 4.0 * GIB
     engine_process: float = 5.0 * GIB
     response_log_std: float = 1.0  # standard deviation of the logarithm of a response's length
-    expert_imbalance: float = 1.5  # tokens of the busiest expert-parallel rank / mean
+    expert_imbalance: float = 1.5  # tokens of the busiest expert-parallel rank / mean, in the worst layer
+    expert_wait: float = 1.15  # the same on average over layers and micro-batches (assumed)
     activation_gradients: float = 0.5  # gradients in a layer's backward pass / its activations
     mem_fraction_static: float = 0.8  # assumed if engine.args do not set it
     draft_acceptance: float = 0.7  # assumed probability p that an MTP draft is accepted if all before it were

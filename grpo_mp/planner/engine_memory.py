@@ -11,7 +11,7 @@ from grpo_mp.planner.clusters import OVERHEADS
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.parameter_count import rule_parameters
 from grpo_mp.policy.parameter_bytes import DTYPE_BYTES
-from grpo_mp.rollout.engine_args import speculative_arguments
+from grpo_mp.rollout.engine_args import GRAPH_REQUESTS, cuda_defaults, speculative_arguments
 from grpo_mp.rollout.engine_layout import read_argument
 from grpo_mp.utils.errors import UserError
 
@@ -67,11 +67,19 @@ def engine_memory(job: PlannedJob) -> EngineMemory:
         draft_kv_cache=draft_kv_cache,
         states=states,
         state_sequences=state_sequences * job.engine_parallelism.replicas,
-        cuda_graphs=0.0 if args.get("disable_cuda_graph") else OVERHEADS.cuda_graphs,
+        cuda_graphs=0.0 if args.get("disable_cuda_graph") else _graph_bytes(job),
         communication=OVERHEADS.engine_nccl + deepep,
         bytes_per_token=bytes_per_token,
         kv_cache_tokens=int((caches - draft_kv_cache) / bytes_per_token) * job.engine_parallelism.replicas,
     )
+
+
+def _graph_bytes(job: PlannedJob) -> float:
+    """Return the bytes on one GPU of the decode graphs, which grow with the largest batch that is captured."""
+    engine = job.settings.engine
+    in_flight = engine.concurrent_groups * job.settings.rollout.group_size
+    args = cuda_defaults(engine.args, in_flight, 0.0) | engine.args
+    return OVERHEADS.cuda_graphs * read_argument(args, "cuda_graph_max_bs_decode", GRAPH_REQUESTS) / GRAPH_REQUESTS
 
 
 def state_pool(job: PlannedJob, caches: float) -> tuple[float, int]:

@@ -282,6 +282,8 @@ def _rank_host_memory(job: PlannedJob, sub_phase: SubPhase, stage: int, engine: 
         "export": _export_host_bytes(job) * (sub_phase is SubPhase.SAVE and _exports(job.settings.run)),
         "engine weights": _backup_bytes(job, engine) * shared,
         "draft weights": engine.draft_weights * shared,
+        # The memory saver copies the graphs' buffers to pinned memory when an engine sleeps, and keeps this memory.
+        "CUDA graphs": engine.cuda_graphs * (job.offloads and sub_phase is not SubPhase.START),
         **{name: weights for name, (weights, _) in served.items()},  # the host copy stays while a model is awake
     }
     has_begun = sub_phase not in BEFORE_TRAINING

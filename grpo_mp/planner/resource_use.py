@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass, replace
 
+from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.planner.clusters import Cluster
+from grpo_mp.planner.clusters import OVERHEADS, Cluster
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.parameter_count import ParameterCount
 
@@ -68,6 +69,13 @@ def forward_flops_per_token(model: ModelShape, hf: HfConfig, context_tokens: flo
     """
     attention = model.num_attention_layers * model.num_heads * (model.qk_head_dim + model.v_head_dim) * context_tokens
     return 2.0 * active_parameters(model, hf) + attention + _linear_attention_flops(model)
+
+
+def waiting_flops_per_token(model: ModelShape, layout: LayoutConfig) -> float:
+    """Return the forward FLOPs per token for which a rank waits, until the busiest rank has computed its experts."""
+    if layout.expert == 1:
+        return 0.0
+    return 2.0 * (OVERHEADS.expert_wait - 1) * routed_parameters(model, model.experts_per_token)
 
 
 def _linear_attention_flops(model: ModelShape) -> float:
@@ -140,15 +148,19 @@ def _passes_of_an_epoch(job: PlannedJob, products: ResourceUse) -> ResourceUse:
     """Return the resource use of a model's forward and backward passes in one epoch.
 
     A backward pass has twice the FLOPs of a forward pass and twice its ring traffic (keys, values and their gradients);
-    it also gathers the inputs of tensor-parallel layers again. Full recomputation repeats the forward pass, but sends
-    nothing between stages. `products`: FLOPs of one forward pass.
+    it also gathers the inputs of tensor-parallel layers again, and attention computes its scores again. Full
+    recomputation repeats the forward pass, but sends nothing between stages. `products`: FLOPs of one forward pass.
     """
     recomputes, tokens = job.settings.training.recompute == "full", _computed_tokens(job) / job.train_ranks
     use = _traffic_use(job) + _traffic_use(job, gathers=1.5, ring=2.0)
     if recomputes:
         use += _traffic_use(job, between_stages=0.0)
-    ahead = mtp_flops_per_token(job.model, job.hf, job.attention_context) * tokens
-    use += (products + ResourceUse(flops=ahead)).scaled(3 + recomputes)
+    model, learns_ahead = job.model, job.hf.trains_mtp
+    ahead = mtp_flops_per_token(model, job.hf, job.attention_context)
+    ahead += learns_ahead * waiting_flops_per_token(model, job.settings.layout) / model.num_layers
+    use += (products + ResourceUse(flops=ahead * tokens)).scaled(3 + recomputes)
+    attention_layers = model.num_attention_layers + learns_ahead
+    use += ResourceUse(flops=attention_layers * model.num_heads * model.qk_head_dim * job.attention_context * tokens)
     if job.settings.model.lora:  # the frozen weights have no weight gradients
         use += ResourceUse(flops=-2.0 * active_parameters(job.model, job.hf) * tokens)
     return use
@@ -190,6 +202,7 @@ def _forward_products(job: PlannedJob) -> ResourceUse:
     """Return the FLOPs of a forward pass over a step's samples, in model.dtype and FP8 by training.fp8_format."""
     tokens = _computed_tokens(job) / job.train_ranks
     flops = tokens * forward_flops_per_token(job.model, job.hf, job.attention_context)
+    flops += tokens * waiting_flops_per_token(job.model, job.settings.layout)
     if job.settings.training.fp8_format is None:
         return ResourceUse(flops=flops)
     in_fp8 = tokens * fp8_flops_per_token(job.model, job.hf)

@@ -1,0 +1,51 @@
+"""FLOPs of training, counted by hand from a model's published numbers, and host copies of engines' graphs."""
+
+import pytest
+
+from grpo_mp.planner.clusters import OVERHEADS
+from grpo_mp.planner.engine_memory import engine_memory
+from grpo_mp.planner.memory import SubPhase, plan_memory
+from grpo_mp.planner.resource_use import logprob_use, train_use
+from tests.planner.jobs import job_of
+
+LAYERS, HEADS, KEY_WIDTH, VALUE_WIDTH = 61, 128, 192, 128  # DeepSeek-R1
+MOE_LAYERS, HIDDEN, EXPERT_WIDTH, EXPERTS_OF_A_TOKEN = 58, 7168, 2048, 8
+LAST_STAGES = {"megatron_args": {"num_layers_in_last_pipeline_stage": 5}}
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_attention_of_latent_heads_costs_more_backward_than_twice_forward(recompute: str) -> None:
+    """Forward multiplies queries by keys and scores by values; backward computes scores and four gradients."""
+    training = {"recompute": recompute} | LAST_STAGES
+    job = job_of("deepseek-r1", "h100-80", 16, layout={"tensor": 8, "pipeline": 8}, training=training)
+    forward = logprob_use(job, 1).flops
+    heads = LAYERS * HEADS * job.attention_context / 2  # causal: a token sees half of its sequence on average
+    tokens = job.settings.samples_per_step * job.mean_seq_len * job.packing.load_factor / job.train_ranks
+    attention = 2 * heads * (KEY_WIDTH + VALUE_WIDTH) * tokens
+    attention_backward = 2 * heads * (3 * KEY_WIDTH + 2 * VALUE_WIDTH) * tokens
+    passes = 2 if recompute == "full" else 1
+    expected = passes * forward + 2 * (forward - attention) + attention_backward
+    assert train_use(job).flops == pytest.approx(expected, rel=1e-9)
+
+
+def test_ranks_wait_for_the_busiest_experts() -> None:
+    """Without expert parallelism there is no other rank to wait for."""
+    jobs = [
+        job_of(
+            "deepseek-r1", "h100-80", 16, layout={"tensor": 8, "pipeline": 8, "expert": expert}, training=LAST_STAGES
+        )
+        for expert in (1, 8)
+    ]
+    alone, divided = (logprob_use(job, 1).flops for job in jobs)
+    tokens = jobs[0].settings.samples_per_step * jobs[0].mean_seq_len * jobs[0].packing.load_factor
+    routed = 2 * MOE_LAYERS * EXPERTS_OF_A_TOKEN * 3 * HIDDEN * EXPERT_WIDTH * tokens / jobs[0].train_ranks
+    assert divided - alone == pytest.approx((OVERHEADS.expert_wait - 1) * routed, rel=1e-6)
+
+
+def test_graphs_of_sleeping_engines_are_in_host_memory() -> None:
+    """Half of SGLang's default batch size takes half of the bytes, on each of a node's eight GPUs."""
+    job = job_of("qwen3-30b-a3b", "h100-80", 1, engine={"args": {"cuda_graph_max_bs_decode": 128}})
+    assert engine_memory(job).cuda_graphs == OVERHEADS.cuda_graphs / 2
+    host = plan_memory(job).host
+    assert host[SubPhase.TRAIN]["CUDA graphs"] == 8 * OVERHEADS.cuda_graphs / 2
+    assert not host[SubPhase.START].get("CUDA graphs")
