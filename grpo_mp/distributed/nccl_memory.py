@@ -49,5 +49,9 @@ class NcclMemory:
 
 
 def can_suspend(version: tuple[int, ...], environment: Mapping[str, str]) -> bool:
-    """Return whether this NCCL version frees memory on suspend, and cuMem allocation is not disabled."""
-    return version >= FIRST_NCCL and environment.get("NCCL_CUMEM_ENABLE") != "0"
+    """Return whether this NCCL version frees memory on suspend, and the environment does not prevent it.
+
+    Without cuMem allocation nothing is freed, and torch's second NCCL backend has no function to suspend.
+    """
+    prevented = environment.get("NCCL_CUMEM_ENABLE") == "0" or environment.get("TORCH_DIST_USE_NCCL2") == "1"
+    return version >= FIRST_NCCL and not prevented

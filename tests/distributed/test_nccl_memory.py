@@ -121,3 +121,4 @@ def test_buffers_stay_with_an_older_nccl_or_its_former_allocator() -> None:
     assert can_suspend((2, 29, 7), {})
     assert not can_suspend((2, 27, 5), {})
     assert not can_suspend((2, 30, 7), {"NCCL_CUMEM_ENABLE": "0"})
+    assert not can_suspend((2, 30, 7), {"TORCH_DIST_USE_NCCL2": "1"})

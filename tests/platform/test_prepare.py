@@ -1,5 +1,6 @@
 """The import hook: what it rewrites, and when it does nothing; memory and allocator settings."""
 
+import os
 import subprocess
 import sys
 import types
@@ -82,3 +83,12 @@ for owner, original in zip(owners, originals):
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr
+
+
+def test_a_variable_of_the_user_stays(monkeypatch):
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    prepare()
+    assert os.environ["NCCL_NVLS_ENABLE"] == "1"
+    monkeypatch.delenv("NCCL_NVLS_ENABLE")
+    prepare()
+    assert os.environ["NCCL_NVLS_ENABLE"] == "0"
