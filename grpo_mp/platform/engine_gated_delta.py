@@ -36,8 +36,7 @@ def causal_conv1d_fn_cpu(
         continues = requests["has_initial_state"][request]
         before = conv_states[slot] if continues else torch.zeros_like(conv_states[slot])
         inputs = torch.cat([before.to(x.dtype), x[:, start:stop]], 1)
-        convolved = F.conv1d(inputs[None], weight[:, None], bias, groups=len(weight))
-        output[:, start:stop] = F.silu(convolved[0])
+        output[:, start:stop] = _convolve(inputs, weight, bias)
         conv_states[slot] = inputs[:, -window:]
     return output
 
@@ -55,8 +54,20 @@ def causal_conv1d_update_cpu(
     """Convolve one new input x [B, D] of each request; return SiLU of it, [B, D]."""
     inputs = torch.cat([conv_states[conv_state_indices].to(x.dtype), x[:, :, None]], 2)
     conv_states[conv_state_indices] = inputs[:, :, 1:].to(conv_states.dtype)
-    output = (inputs * weight).sum(2)
-    return F.silu(output if bias is None else output + bias)
+    return _convolve(inputs, weight, bias)[..., 0]
+
+
+def _convolve(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return SiLU [..., D, L] of the convolution of inputs [..., D, L + W - 1] with weight [D, W].
+
+    All steps are of single elements, so that an output does not depend on L.
+    """
+    window = weight.shape[1]
+    length = inputs.shape[-1] - window + 1
+    output = inputs[..., :length] * weight[:, :1]
+    for i in range(1, window):
+        output = output + inputs[..., i : i + length] * weight[:, i : i + 1]
+    return F.silu(output if bias is None else output + bias[:, None])
 
 
 def fused_gdn_gating_cpu(decay: Tensor, a: Tensor, b: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -164,7 +175,7 @@ def gate_shared_expert(
     original: Any, hidden: Tensor, gate_weight: Tensor, shared: Tensor, output: Tensor, *, do_add: bool
 ) -> None:
     """Write `shared` [T, H], times the sigmoid of each token's gate, into `output`, or add it with `do_add`."""
-    gated = shared * (hidden @ gate_weight).sigmoid()[:, None]
+    gated = shared * (hidden * gate_weight).sum(-1, keepdim=True).sigmoid()  # a matrix product depends on the batch
     output.copy_(output + gated if do_add else gated)
 
 

@@ -4,6 +4,8 @@ With MKL, a row of an fp32 matrix product is bitwise the same for all numbers of
 matrices of fewer rows are padded.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,14 +13,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 MIN_ROWS = 16
+ELEMENTWISE = ("sigmoid", "silu", "softplus")
 VECTOR = 32  # elements of a vectorized loop; torch computes the remaining elements with another implementation
 
 
 def enable_batch_invariance() -> torch.library.Library:
     """Replace the CPU operators in this process, as long as the returned library exists."""
     library = torch.library.Library("aten", "IMPL")
-    operators = {"mm": mm, "bmm": bmm, "bmm.out": bmm_out, "addmm": addmm, "_grouped_mm": grouped_mm}
-    operators |= {"sigmoid": sigmoid}
+    operators: dict[str, Callable[..., Tensor]] = {
+        "mm": mm,
+        "bmm": bmm,
+        "bmm.out": bmm_out,
+        "addmm": addmm,
+        "_grouped_mm": grouped_mm,
+    }
+    operators |= {name: partial(_whole_vectors, getattr(torch.ops.aten, name).out) for name in ELEMENTWISE}
     for name, function in operators.items():
         library.impl(name, function, "CPU")
     return library
@@ -59,10 +68,10 @@ def grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any) -> Ten
     return product
 
 
-def sigmoid(x: Tensor) -> Tensor:
-    """Return the logistic function, computed by the vectorized loop for all elements."""
+def _whole_vectors(operator: Callable[..., Tensor], x: Tensor, *options: Any) -> Tensor:
+    """Return an elementwise operator's result, computed by the vectorized loop for all elements."""
     filled = F.pad(x.flatten(), (0, -x.numel() % VECTOR))
-    return torch.sigmoid(filled, out=torch.empty_like(filled))[: x.numel()].view(x.shape)
+    return operator(filled, *options, out=torch.empty_like(filled))[: x.numel()].view(x.shape)
 
 
 def _filled(a: Tensor) -> Tensor:
