@@ -16,7 +16,7 @@ import pytest
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from grpo_mp.cli.main import COMMANDS, main
-from grpo_mp.config import Settings, SftSettings
+from grpo_mp.config import Settings, SftSettings, load_settings
 from grpo_mp.utils.section import Section, section_type
 
 ROOT = Path(__file__).parents[2]
@@ -89,6 +89,14 @@ def is_setting_of(root: type[Section], name: str) -> bool:
         if get_origin(annotation) is dict:
             return section is None or len(parts) <= depth + 2 or parts[depth + 2] in section.model_fields
     return True
+
+
+@pytest.mark.parametrize("page", ["README.md", "grpo_mp/docs/first_run.md", "configs/COMING_FROM.md"])
+def test_a_settings_file_of_a_page_is_complete(page: str, tmp_path: Path) -> None:
+    (text,) = re.findall(r"^```yaml\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    file = tmp_path / "settings.yaml"
+    file.write_text(text)
+    load_settings(file)
 
 
 def test_trl_settings_on_the_page_for_its_users_exist() -> None:
