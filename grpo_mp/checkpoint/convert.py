@@ -86,8 +86,7 @@ def to_hf(
     hf = HfConfig.read(like)
     saved = source / "policy" if (source / "policy").is_dir() else source
     reader = SavedReader(saved) if (saved / INDEX).is_file() else TorchDistReader(source, hf)
-    has_mtp = isinstance(reader, SavedReader) and reader.has_layer(hf.int("num_hidden_layers"))
-    if has_mtp and hf.get("num_nextn_predict_layers"):
+    if isinstance(reader, SavedReader) and hf.mtp_layers and reader.has(family_of(hf).mtp_prefix(hf)):
         hf = HfConfig.read(like, trains_mtp=True)  # the run trained the multi-token-prediction layer
     params = _params(hf)
     if unread := reader.unread(params.values()):
@@ -115,8 +114,9 @@ class SavedReader:
     def __init__(self, folder: Path) -> None:
         self.folder, self._index = folder, read_index(folder)
 
-    def has_layer(self, number: int) -> bool:
-        return any(name.startswith(f"{WEIGHT}/model.layers.{number}.") for name in self._index)
+    def has(self, prefix: str) -> bool:
+        """Return whether the name of a stored tensor begins with `prefix`."""
+        return any(name.startswith(f"{WEIGHT}/{prefix}") for name in self._index)
 
     def unread(self, params: Iterable[Param]) -> set[str]:
         """Return the names of the stored tensors that hold none of the parameters."""

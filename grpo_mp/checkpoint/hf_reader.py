@@ -202,12 +202,12 @@ def is_non_policy_tensor(name: str, hf: HfConfig) -> bool:
     """
     layer = LAYER.match(name)
     beyond = layer is not None and int(layer.group(1)) >= hf.policy_layers
-    return beyond or name.startswith(family_of(hf).untrained) or name.endswith(ROTARY)
+    return beyond or name.startswith(family_of(hf).outside(hf)) or name.endswith(ROTARY)
 
 
 def check_layers(names: Iterable[str], hf: HfConfig) -> None:
     """Refuse tensors of more layers than config.json has, multi-token-prediction layers included."""
-    layers, mtp = hf.int("num_hidden_layers"), int(hf.get("num_nextn_predict_layers") or 0)
+    layers, mtp = hf.int("num_hidden_layers"), 0 if family_of(hf).mtp_names else hf.mtp_layers
     excess = {int(layer[1]): name for name in names if (layer := LAYER.match(name)) and int(layer[1]) >= layers + mtp}
     if excess:
         raise hf.error(

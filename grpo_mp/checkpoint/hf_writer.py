@@ -92,7 +92,7 @@ def fp8_config(hf: HfConfig) -> dict[str, Any]:
         for name, shape, quantized in zip(param.hf, param.shapes, param.in_fp8, strict=True)
         if len(shape) == 2 and not quantized
     ]
-    return FP8_CONFIG | {UNQUANTIZED: ["lm_head", *wide, *(prefix.rstrip(".") for prefix in family.untrained)]}
+    return FP8_CONFIG | {UNQUANTIZED: ["lm_head", *wide, *(prefix.rstrip(".") for prefix in family.outside(hf))]}
 
 
 def complete_hf(folder: Path, shards: Sequence[str], like: Path, quantization: Mapping[str, Any] | None = None) -> None:

@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     hf, source = find_config(settings.model.path, args.model_config)
     console = Console(highlight=False, width=None if Console().is_terminal else 160)
     console.print(f"model: {source}")
-    if isinstance(settings, Settings) and hf.get("num_nextn_predict_layers") and not settings.model.trains_mtp:
+    if isinstance(settings, Settings) and hf.mtp_layers and not settings.model.trains_mtp:
         counted = "drafts for the engines" if settings.engine.speculative.drafts_by_mtp else "is not counted"
         console.print(f"its multi-token-prediction layer is not part of the policy: it {counted}")
 

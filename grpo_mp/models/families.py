@@ -1,13 +1,15 @@
 """Supported model families by `model_type` of config.json."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from grpo_mp.models import deepseek, glm4_moe, gqa, llama_qwen, mixtral, qwen3_next
+from grpo_mp.models.blocks import HF_LAYER
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param, Rule, expand
+from grpo_mp.models.multi_token_prediction import MODULE, QWEN_NAMES
 from grpo_mp.utils.errors import did_you_mean
 from grpo_mp.utils.registry import Registry
 
@@ -22,35 +24,44 @@ class Family:
     rotary: Callable[[HfConfig], dict[str, Any]] = gqa.rotary  # MLA reads rotary values from its settings instead
     group_score_topk: int = 2  # group-limited routing ranks a group by its best n scores
     untrained: tuple[str, ...] = ()  # first parts of names of Hugging Face tensors outside the policy
+    mtp_names: Mapping[str, str] = field(default_factory=dict)  # {}, or QWEN_NAMES of multi_token_prediction
     transformers_type: str | None = None  # model_type in transformers, if it differs from the key in FAMILIES
 
     def params(self, hf: HfConfig) -> dict[str, Param]:
+        """Return the Megatron parameters by name, with the names that the tensors have in the folder."""
         params = expand(self.rules(hf))
-        if not hf.is_text_part:
+        if not (hf.is_text_part or hf.trains_mtp):
             return params
-        return {name: replace(param, hf=tuple(map(_in_whole_model, param.hf))) for name, param in params.items()}
+        stored = partial(self.stored_name, hf)
+        return {name: replace(param, hf=tuple(map(stored, param.hf))) for name, param in params.items()}
+
+    def stored_name(self, hf: HfConfig, name: str) -> str:
+        """Return a tensor's name in the folder: of a module `mtp`, or of the text model in a vision-language model."""
+        layer = HF_LAYER.format(layer=hf.int("num_hidden_layers"))
+        for ours, theirs in self.mtp_names.items():
+            if name.startswith(layer + ours):
+                return theirs + name.removeprefix(layer + ours)
+        if hf.is_text_part and name.startswith("model."):
+            return f"model.language_model.{name.removeprefix('model.')}"
+        return name
+
+    def mtp_prefix(self, hf: HfConfig) -> str:
+        """Return the first part of the names of the multi-token-prediction layer's tensors in the folder."""
+        return MODULE if self.mtp_names else HF_LAYER.format(layer=hf.int("num_hidden_layers"))
+
+    def outside(self, hf: HfConfig) -> tuple[str, ...]:
+        """Return the first parts of the names of tensors outside the policy, except those of whole layers."""
+        return (*self.untrained, MODULE) if self.mtp_names and not hf.trains_mtp else self.untrained
 
 
-def _in_whole_model(name: str) -> str:
-    """Return the name of a text model's tensor in the folder of a vision-language model."""
-    return f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name
-
-
-# Of Qwen: the multi-token-prediction layer, and the vision tower.
-QWEN_OUTSIDE = ("mtp.", "model.visual.")
+QWEN_NEXT: dict[str, Any] = {"untrained": ("model.visual.",), "mtp_names": QWEN_NAMES, "rotary": qwen3_next.rotary}
 
 FAMILIES = {
     "qwen3": Family("Qwen3ForCausalLM", llama_qwen.qwen3_config, partial(gqa.dense_rules, norms=True)),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", llama_qwen.qwen3_moe_config, llama_qwen.qwen3_moe_rules),
-    "qwen3_next": Family(
-        "Qwen3NextForCausalLM", qwen3_next.moe_config, qwen3_next.next_rules, qwen3_next.rotary, untrained=QWEN_OUTSIDE
-    ),
-    "qwen3_5_moe_text": Family(
-        "Qwen3_5MoeForCausalLM", qwen3_next.moe_config, qwen3_next.moe_rules, qwen3_next.rotary, untrained=QWEN_OUTSIDE
-    ),
-    "qwen3_5_text": Family(
-        "Qwen3_5ForCausalLM", qwen3_next.dense_config, qwen3_next.dense_rules, qwen3_next.rotary, untrained=QWEN_OUTSIDE
-    ),
+    "qwen3_next": Family("Qwen3NextForCausalLM", qwen3_next.moe_config, qwen3_next.next_rules, **QWEN_NEXT),
+    "qwen3_5_moe_text": Family("Qwen3_5MoeForCausalLM", qwen3_next.moe_config, qwen3_next.moe_rules, **QWEN_NEXT),
+    "qwen3_5_text": Family("Qwen3_5ForCausalLM", qwen3_next.dense_config, qwen3_next.dense_rules, **QWEN_NEXT),
     "qwen2": Family("Qwen2ForCausalLM", llama_qwen.qwen2_config, partial(gqa.dense_rules, bias=True)),
     "llama": Family("LlamaForCausalLM", llama_qwen.llama_config, gqa.dense_rules),
     "mixtral": Family("MixtralForCausalLM", mixtral.config, mixtral.rules, mixtral.rotary),

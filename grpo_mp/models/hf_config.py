@@ -8,6 +8,7 @@ from grpo_mp.utils.errors import Number, UserError, read_number
 from grpo_mp.utils.reading import read_json
 
 OF_WHOLE_MODEL = ("architectures", "model_type", "vision_config")  # keys that say nothing of the text model in it
+MTP_LAYERS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")  # synonyms: key of Qwen, key of all others
 DEFAULT_ROPE_THETA = 10000.0  # if config.json does not set rope_theta
 
 
@@ -57,12 +58,18 @@ class HfConfig:
             return layers
         if self.tied:
             raise self.error("tie_word_embeddings=true: set model.mtp_loss_scaling_factor to 0")
-        if (count := int(self.get("num_nextn_predict_layers") or 0)) != 1:
+        if self.mtp_layers != 1:
             raise self.error(
-                f"num_nextn_predict_layers={count}, and model.mtp_loss_scaling_factor trains one "
+                f"{' or '.join(MTP_LAYERS)}={self.mtp_layers}, and model.mtp_loss_scaling_factor trains one "
                 "multi-token-prediction layer: set it to 0"
             )
         return layers + 1
+
+    @property
+    def mtp_layers(self) -> int:
+        """Return the number of multi-token-prediction layers; Qwen3-Next, with gated delta nets, counts none."""
+        counts = (self.values[key] for key in MTP_LAYERS if self.values.get(key) is not None)
+        return int(next(counts, "linear_num_key_heads" in self.values))
 
     @property
     def head_dim(self) -> int:

@@ -1,8 +1,8 @@
 """Multi-token-prediction layer: after the last decoder layer, it predicts the token after the next one.
 
 DeepSeek-V3 (arXiv 2412.19437, section 2.2): a projection of [normed embedding of the next token, normed hidden state],
-a decoder layer, a norm, and the model's own embedding and output layer. Its layer number is `num_hidden_layers`, in
-Hugging Face files and here.
+a decoder layer, a norm, and the model's own embedding and output layer. Its layer number is `num_hidden_layers`, here
+and in Hugging Face files, except those of Qwen, where the layer is the module `mtp`.
 """
 
 from collections.abc import Mapping
@@ -14,6 +14,15 @@ from grpo_mp.models.mapping import Param, Rule
 COPIED_EMBEDDING = "mtp.embedding.word_embeddings.weight"
 # Hugging Face files store copies of the model's embedding and output layer: model's name -> name in the layer.
 COPIES = {"model.embed_tokens.weight": "embed_tokens.weight", "lm_head.weight": "shared_head.head.weight"}
+MODULE = "mtp."  # first part of the names of the layer's tensors in Qwen's files
+# First parts of names in the layer -> in that module. The last entry is the decoder layer.
+QWEN_NAMES = {
+    "enorm.": "mtp.pre_fc_norm_embedding.",
+    "hnorm.": "mtp.pre_fc_norm_hidden.",
+    "eh_proj.": "mtp.fc.",
+    "shared_head.norm.": "mtp.norm.",
+    "": "mtp.layers.0.",
+}
 
 
 def rules(hf: HfConfig) -> list[Rule]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_mp.models import blocks, gqa, llama_qwen
+from grpo_mp.models import blocks, gqa, llama_qwen, multi_token_prediction
 from grpo_mp.models.blocks import HF_LAYER, MCORE_LAYER
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Rule, Section
@@ -59,7 +59,7 @@ def _config(hf: HfConfig) -> dict[str, Any]:
 
 def dense_rules(hf: HfConfig) -> list[Rule]:
     """Return the mapping rules of a dense Qwen3.5."""
-    return [*_attention(hf, _separate_projections), *blocks.dense_mlp(hf, range(hf.int("num_hidden_layers")))]
+    return [*_attention(hf, _separate_projections), *blocks.dense_mlp(hf, range(hf.policy_layers))]
 
 
 def moe_rules(hf: HfConfig) -> list[Rule]:
@@ -85,12 +85,19 @@ def _layers(hf: HfConfig, kind: str) -> list[int]:
         kinds = [LINEAR if (layer + 1) % interval else FULL for layer in range(count)]
     if len(kinds) != count or not set(kinds) <= {LINEAR, FULL}:
         raise hf.error(f"layer_types must name {LINEAR} or {FULL} for each of the {count} layers")
-    return [layer for layer, found in enumerate(kinds) if found == kind]
+    if hf.trains_mtp and kinds[-1] != FULL:
+        raise hf.error(
+            f"the last of layer_types is {LINEAR}, but the multi-token-prediction layer needs a last layer with "
+            f"{FULL}: set model.mtp_loss_scaling_factor to 0"
+        )
+    ahead = [FULL] * (hf.policy_layers - count)
+    return [layer for layer, found in enumerate([*kinds, *ahead]) if found == kind]
 
 
 def _mlps(hf: HfConfig) -> list[Rule]:
-    moe, hidden = llama_qwen.moe_layers(hf), hf.int("hidden_size")
-    dense = [layer for layer in range(hf.int("num_hidden_layers")) if layer not in moe]
+    hidden, decoder = hf.int("hidden_size"), range(hf.int("num_hidden_layers"))
+    moe = (*llama_qwen.moe_layers(hf), *range(len(decoder), hf.policy_layers))
+    dense = [layer for layer in decoder if layer not in moe]
     shared = HF_LAYER + "mlp.shared_expert"
     return [
         *(blocks.dense_mlp(hf, dense) if dense else []),  # Qwen3.5 with experts has no width of dense layers
@@ -109,6 +116,7 @@ def _attention(hf: HfConfig, projections: Any) -> list[Rule]:
     qkv = _in_turn(0, (keys, keys, values))
     return [
         *blocks.embedding_and_head(hf),
+        *multi_token_prediction.rules(hf),
         *gqa.rules(hf, _layers(hf, FULL), norms=True, gate=True),
         Rule(mcore + "in_proj.layer_norm_weight", (norm,), ((hidden,),), layers=linear),
         projections(hf, linear),

@@ -9,9 +9,10 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from grpo_mp.checkpoint.hf_reader import LAYER, HfReader, has_hf_weights
+from grpo_mp.checkpoint.hf_reader import HfReader, has_hf_weights
 from grpo_mp.config.sections import EngineConfig
-from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.families import family_of
+from grpo_mp.models.hf_config import MTP_LAYERS, HfConfig
 from grpo_mp.platform.cuda_libraries import cuda_environment
 from grpo_mp.rollout.engine_layout import attention_replicas, precision_arguments
 from grpo_mp.rollout.engine_main import ARGUMENTS
@@ -313,13 +314,13 @@ def check_speculation(engine: EngineConfig, hf: HfConfig, cpu: bool) -> None:
 
 
 def _missing_draft(engine: EngineConfig, hf: HfConfig) -> str | None:
-    if not hf.get("num_nextn_predict_layers"):
-        return f"needs a multi-token-prediction layer, and {hf.path} counts none (num_nextn_predict_layers)"
+    if not hf.mtp_layers:
+        return f"needs a multi-token-prediction layer, and {hf.path} counts none ({' or '.join(MTP_LAYERS)})"
     if not has_hf_weights(hf.path) or precision_arguments(engine.args, hf, cpu=False):
         return f"reads the drafting layer from {hf.path}, which must hold weights in the engine's precision"
     with HfReader(hf.path) as reader:
-        layers = {int(layer[1]) for name in reader.names if (layer := LAYER.match(name))}
-    if hf.int("num_hidden_layers") not in layers:
+        has_layer = any(name.startswith(family_of(hf).mtp_prefix(hf)) for name in reader.names)
+    if not has_layer:
         return f"needs the weights of the multi-token-prediction layer, which {hf.path} lacks"
     return None
 

@@ -1,6 +1,7 @@
 """Folders of whole vision-language models, with stacked experts as they are published: the text model in them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,16 @@ def test_the_text_model_is_mapped_and_the_tower_stays_outside(folder: Path) -> N
         assert all(name.startswith("model.visual.") for name in outside)
         mapped = {name for param in params.values() for name in param.hf}
         assert mapped | set(outside) == reader.names
+
+
+def test_the_layer_that_predicts_ahead_stands_beside_the_text_model(folder: Path) -> None:
+    hf = HfConfig.read(folder, trains_mtp=True)
+    hf = replace(hf, values=hf.values | {"mtp_num_hidden_layers": 1})
+    params = family_of(hf).params(hf)
+    layer = params["decoder.layers.2.mlp.experts.linear_fc1.weight3"].hf
+    assert layer == tuple(f"mtp.layers.0.mlp.experts.3.{part}_proj.weight" for part in ("gate", "up"))
+    assert params["decoder.layers.2.eh_proj.weight"].hf == ("mtp.fc.weight",)
+    assert params["decoder.layers.1.mlp.router.weight"].hf == ("model.language_model.layers.1.mlp.gate.weight",)
 
 
 def test_experts_are_read_from_the_stacked_tensors(folder: Path) -> None:

@@ -2,11 +2,13 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 
+from grpo_mp.checkpoint.convert import to_hf
 from tests.conftest import TinyRun
 from tests.e2e.conftest import REWARD, StartJob, outcome
 from tests.e2e.jobs import read_jsonl
@@ -15,20 +17,28 @@ from tools.tiny.models import add_mtp_layer, make_tiny
 
 pytestmark = pytest.mark.slow
 LAYER = "model.layers.2."
+FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {  # family -> first part of the layer's names, shape, arguments
+    "deepseek_v3": (LAYER, {"num_nextn_predict_layers": 1, "initializer_range": 0.1}, ""),
+    # SGLang would take a third of the memory for states of linear attention.
+    "qwen3_5_moe_text": ("mtp.", {"mtp_num_hidden_layers": 1}, "max_mamba_cache_size: 128"),
+}
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_layer_that_predicts_ahead_learns_and_is_exported(
-    start_job: StartJob, tiny_run: TinyRun, tmp_path: Path
+    start_job: StartJob, tiny_run: TinyRun, tmp_path: Path, family: str
 ) -> None:
+    prefix, shape, arguments = FAMILIES[family]
     model, run = tmp_path / "model", tmp_path / "run"
     tokenizer = AutoTokenizer.from_pretrained(tiny_run.model)
-    make_tiny(model, "deepseek_v3", tokenizer, num_hidden_layers=2, num_nextn_predict_layers=1, initializer_range=0.1)
+    make_tiny(model, family, tokenizer, num_hidden_layers=2, **shape)
     add_mtp_layer(model)
     (tmp_path / "reward.py").write_text(REWARD)  # in which samples of any model differ
     settings = (
         f"run.folder={run}",
         f"model={{path: {model}, dtype: float32, mtp_loss_scaling_factor: 0.1}}",
         "layout={pipeline: 2}",
+        f"engine.args={{{arguments}}}",
         "optimizer.lr=0.01",
         "data.eval={}",
         "training.updates_per_step=2",
@@ -48,8 +58,14 @@ def test_a_layer_that_predicts_ahead_learns_and_is_exported(
     assert all(step["mismatch/logprob_abs_diff/mean"] <= 1e-4 for step in steps)
     before, after = file_tensors(model), file_tensors(run / "final")
     assert before.keys() == after.keys()
-    learned = [name for name in before if name.startswith(LAYER) and "e_score_correction_bias" not in name]
+    learned = [name for name in before if name.startswith(prefix) and "e_score_correction_bias" not in name]
     unchanged = [name for name in learned if torch.equal(before[name], after[name])]
     assert [name for name in unchanged if ".experts." not in name] == []  # not every expert is chosen
+    to_hf(run / "checkpoints" / "step_000006", tmp_path / "converted", model, False, lambda done, total: None)
+    converted = file_tensors(tmp_path / "converted")
+    assert converted.keys() == after.keys()
+    assert [name for name in after if not torch.equal(after[name], converted[name])] == []
+    if family != "deepseek_v3":  # Qwen's files hold no copies
+        return
     assert torch.equal(after[f"{LAYER}embed_tokens.weight"], after["model.embed_tokens.weight"])
     assert torch.equal(after[f"{LAYER}shared_head.head.weight"], after["lm_head.weight"])

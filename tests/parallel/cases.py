@@ -21,6 +21,7 @@ KIMI = TINY_CONFIGS["kimi_k2"] | {
 GROUPS = {"topk_method": "group_limited_greedy", "n_routed_experts": 16, "n_group": 4, "topk_group": 2}
 
 MTP = {"num_nextn_predict_layers": 1}  # and it is trained
+QWEN_MTP = {"mtp_num_hidden_layers": 1}
 LORA = {"rank": 3, "alpha": 5.0}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> family, and what differs from its tiny shape
@@ -44,7 +45,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> family, and what di
     "glm4_moe_air": ("glm4_moe", GROUPED | SPARSE | {"use_qk_norm": False}),
     "deepseek_v3_mtp": ("deepseek_v3", SMALL | SPARSE | LATENT | MTP),
     "glm4_moe_mtp": ("glm4_moe", GROUPED | SPARSE | MTP),
+    "qwen3_next_mtp": ("qwen3_next", GROUPED | SPARSE | QWEN_MTP),
+    "qwen3_5_moe_mtp": ("qwen3_5_moe_text", GROUPED | SPARSE | QWEN_MTP),
+    "qwen3_5_mtp": ("qwen3_5_text", GROUPED | QWEN_MTP),
 }
+
+
+def trains_mtp(model: str) -> bool:
+    """Return whether a model has a multi-token-prediction layer, which is trained."""
+    return any(counted.items() <= MODELS[model][1].items() for counted in (MTP, QWEN_MTP))
+
 
 COMPARED = tuple(name for name in MODELS if name != "shallow")  # with transformers
 
@@ -88,6 +98,9 @@ COMPUTED_IN = {  # model -> layouts
     "qwen3_5": DENSE_FAMILY,
     "deepseek_v3_mtp": ("one", "pp2_vpp2", "tp2_cp2", "tp2_ep2_pp2"),
     "glm4_moe_mtp": DENSE_FAMILY,
+    "qwen3_next_mtp": ("one", "tp2_ep2_pp2"),
+    "qwen3_5_moe_mtp": ("one", "tp2_ep2", "pp2_vpp2"),
+    "qwen3_5_mtp": DENSE_FAMILY,
 }
 SWEPT = {  # every layout with a model of mixed experts
     "qwen3_moe": tuple(name for name in LAYOUTS if name != "tp2_pp2_vpp2"),
@@ -126,7 +139,7 @@ class Case:
 
     @property
     def trains_mtp(self) -> bool:
-        return MTP.items() <= MODELS[self.model][1].items()
+        return trains_mtp(self.model)
 
     @property
     def rounding(self) -> float:

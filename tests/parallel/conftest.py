@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parallel.cases import CASES, LAYOUTS, MODELS, MTP, Case
+from tests.parallel.cases import CASES, LAYOUTS, MODELS, Case, trains_mtp
 from tests.parallel.expected import Expected, expect
 from tests.parallel.full_model import Tensors, file_tensors, full_tensors
 from tools.tiny.models import add_mtp_layer, make_tiny, make_tokenizer
@@ -29,7 +29,7 @@ class Model:
         family, shape = MODELS[name]
         self.folder = root / "models" / name
         self.config = make_tiny(self.folder, family, make_tokenizer(["apples"]), **shape)
-        if MTP.items() <= shape.items():
+        if trains_mtp(name):
             add_mtp_layer(self.folder)
         self.expected: Expected = expect(self.folder, self.config["vocab_size"])
         copies = ("layers.4.embed_tokens.weight", "layers.4.shared_head.head.weight")  # of what the model has

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -26,6 +25,13 @@ from tests.parallel.inputs import (
     returns_of,
 )
 
+# Parts of a multi-token-prediction layer beside its decoder layer: DeepSeek's name -> Qwen's.
+NAMES = {
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "eh_proj": "fc",
+    "shared_head.norm": "norm",
+}
 MIXTRAL = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}  # modules -> files
 
 
@@ -81,7 +87,8 @@ class Expected:
     @cached_property
     def mtp_gradient(self) -> dict[str, Tensor]:
         """Of the weighted cross entropy of the token after the next, by a layer that learns alone; {} without one."""
-        if not AutoConfig.from_pretrained(self.folder).to_dict().get("num_nextn_predict_layers"):
+        config = AutoConfig.from_pretrained(self.folder).to_dict()
+        if not (config.get("num_nextn_predict_layers") or config.get("mtp_num_hidden_layers")):
             return {}
         layer = MtpLayer(self.folder)
         update = [self.given.samples[i] for i in self.given.first_update]
@@ -100,20 +107,29 @@ class ExpectedCritic:
 
 
 class MtpLayer(torch.nn.Module):
-    """The multi-token-prediction layer of a folder: transformers' decoder layer, and what DeepSeek's paper adds."""
+    """The multi-token-prediction layer of a folder: transformers' decoder layer, and what DeepSeek's paper adds.
+
+    Qwen names it otherwise, and centres its norms on zero, see SGLang's qwen3_next_mtp.py.
+    """
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
         config = AutoConfig.from_pretrained(folder)
+        in_decoder = self.block_prefix = f"model.layers.{config.num_hidden_layers}."
+        self.names, self.centre = {name: f"{in_decoder}{name}.weight" for name in NAMES}, 0.0
+        if "linear_attention" in (getattr(config, "layer_types", None) or ()):
+            config.layer_types = [*config.layer_types, "full_attention"]
+            self.names, self.centre = {name: f"mtp.{other}.weight" for name, other in NAMES.items()}, 1.0
+            self.block_prefix = "mtp.layers.0."
         config.num_hidden_layers += 1  # the layer counts as one more of the decoder
-        model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=torch.float32, key_mapping={f"^{self.block_prefix}": in_decoder}
+        ).eval()
         *decoder, self.block = model.model.layers
         model.model.layers, model.config.num_hidden_layers = torch.nn.ModuleList(decoder), len(decoder)
         self.model = [model]  # no module of this one
-        self.prefix = f"model.layers.{len(decoder)}."
         with HfReader(folder) as reader:
-            own = {name: reader.read(f"{self.prefix}{name}.weight") for name in ("enorm", "hnorm", "eh_proj")}
-            self.norm = torch.nn.Parameter(reader.read(f"{self.prefix}shared_head.norm.weight"))
+            own = {name.replace(".", "_"): reader.read(stored) for name, stored in self.names.items()}
         self.own = torch.nn.ParameterDict(own)
 
     def logprobs(self, sample: Sample) -> Tensor:
@@ -127,19 +143,19 @@ class MtpLayer(torch.nn.Module):
         mask = torch.full((positions.shape[1],) * 2, -torch.inf).triu(1)[None, None]
         rotary = model.model.rotary_emb(inputs, positions)
         output = self.block(inputs, attention_mask=mask, position_ids=positions, position_embeddings=rotary)
-        logits = self._norm(output, self.norm) @ model.lm_head.weight.detach().t() / TEMPERATURE
+        logits = self._norm(output, self.own["shared_head_norm"]) @ model.lm_head.weight.detach().t() / TEMPERATURE
         first = len(sample.prompt_tokens) - 1
         return _of_tokens(logits[0, first:-1], tokens[0, first + 2 :])
 
     def gradient(self) -> dict[str, Tensor]:
         """The gradients of its parameters by the names of the files."""
         block = _file_tensors((name, p.grad) for name, p in self.block.named_parameters() if p.grad is not None)
-        own = {f"{name}.weight": p.grad for name, p in self.own.items()} | {"shared_head.norm.weight": self.norm.grad}
-        return {self.prefix + name: gradient for name, gradient in chain(block, own.items())}
+        own = {stored: self.own[name.replace(".", "_")].grad for name, stored in self.names.items()}
+        return {self.block_prefix + name: gradient for name, gradient in block} | own
 
     def _norm(self, values: Tensor, weight: Tensor) -> Tensor:
         epsilon = self.model[0].config.rms_norm_eps
-        return values * (values.square().mean(-1, keepdim=True) + epsilon).rsqrt() * weight
+        return values * (values.square().mean(-1, keepdim=True) + epsilon).rsqrt() * (self.centre + weight)
 
 
 def rows(values: Sequence[Tensor], sample: Tensor, position: Tensor) -> Tensor:

@@ -49,6 +49,9 @@ def test_closed_form_equals_what_megatron_builds(
         ("deepseek-r1", 64, {"tensor": 4, "pipeline": 2, "expert": 16, "expert_tensor": 2}, {FREE: "Et*31|(tt)*15L"}),
         ("glm-4.5-air", 32, {"tensor": 8, "pipeline": 2, "virtual_pipeline": 23, "expert": 16}, {}),
         ("glm-4.5-air", 16, {"tensor": 8, "expert": 16}, {}),
+        ("qwen3-next-80b-a3b", 8, {"tensor": 2, "pipeline": 2, "expert": 4}, {}),
+        ("qwen3.5-35b-a3b", 4, {"tensor": 2, "expert": 4}, {}),
+        ("qwen3.8-27b", 4, {"tensor": 2, "pipeline": 2}, {}),
     ],
 )
 def test_a_layer_that_predicts_ahead_is_counted_where_megatron_builds_it(

@@ -11,6 +11,7 @@ from grpo_mp.batching.microbatches import MicroBatchPlan
 from grpo_mp.batching.packing import pack, with_mtp_targets
 from grpo_mp.config.sections import LayoutConfig, ModelConfig, TrainingConfig
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.planner.model_configs import published_config
 from grpo_mp.policy.megatron_config import transformer_config
 from grpo_mp.policy.multi_token_prediction import MtpLoss
 from grpo_mp.policy.policy import check_policy
@@ -78,6 +79,19 @@ def test_only_a_model_with_one_layer_trains_it(tmp_path: Path) -> None:
         hf = replace(hf, values=hf.values | {"num_nextn_predict_layers": count})
         with pytest.raises(UserError, match=rf"num_nextn_predict_layers={count or 0}, "):
             transformer_config(LayoutConfig(), TrainingConfig(), "float32", hf)
+
+
+def test_qwen_counts_its_layer_by_another_key_or_not_at_all(tmp_path: Path) -> None:
+    make_tiny(tmp_path, "qwen3_5_text", make_tokenizer(["apples"]))
+    hf = HfConfig.read(tmp_path, trains_mtp=True)
+    none, counted = (replace(hf, values=hf.values | {"mtp_num_hidden_layers": count}) for count in (0, 1))
+    with pytest.raises(UserError, match=r"mtp_num_hidden_layers or num_nextn_predict_layers=0, and"):
+        transformer_config(LayoutConfig(), TrainingConfig(), "float32", none)
+    assert transformer_config(LayoutConfig(), TrainingConfig(), "float32", counted).mtp_num_layers == 1
+    assert published_config("qwen3-next-80b-a3b").mtp_layers == 1
+    kinds = {"layer_types": ["full_attention", "linear_attention"] * 2}
+    with pytest.raises(UserError, match=r"the last of layer_types is linear_attention"):
+        transformer_config(LayoutConfig(), TrainingConfig(), "float32", replace(counted, values=counted.values | kinds))
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,9 @@ MODELS = (
     "qwen3_moe",
     "qwen3",
     "qwen3_next",
+    "qwen3_next_mtp",
     "qwen3_5_text",
+    "qwen3_5_mtp",
     "llama",
     "mixtral",
 )

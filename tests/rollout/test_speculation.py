@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from grpo_mp.config.sections import EngineConfig
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.planner.model_configs import published_config
 from grpo_mp.rollout.client import EngineClient, EngineOutput
 from grpo_mp.rollout.engine_args import ENGINE_SITE, check_speculation
 from grpo_mp.rollout.groups import joined
@@ -30,7 +31,7 @@ def engine(args: dict[str, Any] | None = None, **speculative: Any) -> EngineConf
 @pytest.fixture
 def hf(tmp_path: Path) -> HfConfig:
     """A folder with two layers and one that predicts the token after the next."""
-    config = {"model_type": "deepseek_v3", "num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    config = published_config("glm-4.5-air").values | {"num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(
         {f"model.layers.{layer}.norm.weight": torch.ones(1) for layer in range(3)}, tmp_path / "model.safetensors"
@@ -58,6 +59,10 @@ def test_a_layer_that_is_missing_is_refused(hf: HfConfig) -> None:
     refused("needs a multi-token-prediction layer", HfConfig(hf.path, hf.values | {"num_nextn_predict_layers": 0}))
     refused("needs the weights of the multi-token", HfConfig(hf.path, hf.values | {"num_hidden_layers": 3}))
     refused("reads the drafting layer from .* in the engine's precision", hf, {"quantization": "fp8"})
+    next_config = published_config("qwen3-next-80b-a3b").values
+    refused("needs the weights of the multi-token", HfConfig(hf.path, next_config))
+    save_file({"mtp.fc.weight": torch.ones(1)}, hf.path / "model.safetensors")
+    check_speculation(engine(algorithm="mtp"), HfConfig(hf.path, next_config), cpu=False)
     (hf.path / "model.safetensors").unlink()
     refused("reads the drafting layer from", hf)
 

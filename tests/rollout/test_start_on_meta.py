@@ -37,6 +37,8 @@ Facts = dict[str, dict[str, Any]]
 DRAFTS: list[tuple[str, int, dict[str, Any]]] = [
     ("deepseek-r1", 16, {"algorithm": "mtp"}),
     ("glm-4.5", 8, {"algorithm": "mtp", "num_steps": 4}),
+    ("qwen3-next-80b-a3b", 4, {"algorithm": "mtp"}),
+    ("qwen3.5-35b-a3b", 4, {"algorithm": "mtp"}),
     ("qwen3-30b-a3b", 8, {"algorithm": "ngram", "num_steps": 7}),
 ]
 LINEAR = "qwen3.5-35b-a3b"
@@ -150,8 +152,8 @@ def test_an_engine_drafts_as_it_is_set(facts_by_case: Facts, number: int) -> Non
         assert (facts["speculative_algorithm"], facts["draft"]) == ("NGRAM", "NoneType")
         return
     assert (facts["speculative_algorithm"], facts["speculative_draft_load_format"]) == ("EAGLE", "auto")
-    assert facts["draft"].endswith("ForCausalLMNextN")
-    assert facts["speculative_draft_model_path"].endswith(f"draft {number}")
+    assert facts["draft"].endswith(("ForCausalLMNextN", "ForCausalLMMTP"))
+    assert (facts["speculative_draft_model_path"] or f"draft {number}").endswith(f"draft {number}")  # None: the model's
     assert facts["speculative_num_steps"] == settings.engine.speculative.num_steps
     assert facts["enable_draft_weights_cpu_backup"]
     assert 0 < facts["draft_bytes"] < facts["bytes"] / 8

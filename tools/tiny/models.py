@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from grpo_mp.models.families import TRANSFORMERS_NAMES
+from grpo_mp.models.families import TRANSFORMERS_NAMES, family_of
+from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.multi_token_prediction import COPIES
 
 END = "<|im_end|>"
@@ -186,13 +187,15 @@ def make_tiny(
 def add_mtp_layer(folder: Path, seed: int = 1) -> None:
     """Add a random multi-token-prediction layer to a tiny model whose config.json already counts this layer.
 
-    The layer's tensors include copies of the embedding and the output layer, as in published checkpoints.
+    The layer's tensors include copies of the embedding and the output layer, as in published checkpoints but Qwen's.
     """
-    values = json.loads((folder / "config.json").read_text())
-    layers, hidden = values["num_hidden_layers"], values["hidden_size"]
+    hf = HfConfig.read(folder)
+    layers, hidden, family = hf.int("num_hidden_layers"), hf.int("hidden_size"), family_of(hf)
     torch.manual_seed(seed)
     config = AutoConfig.from_pretrained(folder)
     config.num_hidden_layers = layers + 1
+    if hf.get("layer_types"):
+        config.layer_types = [*config.layer_types, "full_attention"]
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _randomize_norms_and_biases(model)
     prefix, file = f"model.layers.{layers}.", folder / "model.safetensors"
@@ -203,8 +206,9 @@ def add_mtp_layer(folder: Path, seed: int = 1) -> None:
         layer[f"{prefix}{name}.weight"] = torch.empty(hidden).uniform_(0.8, 1.2)
     layer[f"{prefix}eh_proj.weight"] = torch.randn(hidden, 2 * hidden) * config.initializer_range
     tensors = load_file(file)
-    for name, copy in COPIES.items():
+    for name, copy in ({} if family.mtp_names else COPIES).items():
         layer[prefix + copy] = tensors[name].clone()
+    layer = {family.stored_name(hf, name): tensor for name, tensor in layer.items()}
     save_file(tensors | layer, file, metadata={"format": "pt"})
 
 
