@@ -77,6 +77,20 @@ def test_every_kind_has_an_example() -> None:
     assert len(headings) == PAGE.count("```python") == PAGE.count("```yaml") == 11
 
 
+def test_the_recipe_names_what_is_in_its_files() -> None:
+    recipe = PAGE.partition("### Recipe of a built-in family")[2]
+    assert len(recipe.split()) <= 500
+    package = Path(grpo_mp.__file__).parent
+    missing = []
+    for number, step in enumerate(re.split(r"^\d+\. ", recipe, flags=re.MULTILINE)[1:], 1):
+        paths = re.findall(r"`([\w/]+\.(?:py|yaml|md))`", step)
+        files = [next(file for file in (package / path, package.parent / path) if file.exists()) for path in paths]
+        text = "".join(file.read_text() for file in files)
+        missing += [(number, name) for name in re.findall(r"`(\w+)[`(]", step) if not re.search(rf"\b{name}\b", text)]
+        assert number == 3 or any("tests" in path for path in paths)  # the third names the tests of the second
+    assert missing == [(1, "TransformerConfig")]  # Megatron's
+
+
 def scores(settings: Settings, *texts: str, **columns: Any) -> list[float | None]:
     samples = tuple(Sample(0, i, (1,), (2,), (-1.0,), (0,), False, text) for i, text in enumerate(texts))
     group = SampleGroup(Prompt(0, "x", (1,), columns=columns), samples)

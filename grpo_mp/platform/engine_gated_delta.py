@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-L2_NORM_EPS = 1e-6
+from grpo_mp.platform.delta_rule import unit_heads
 
 
 def install() -> None:
@@ -82,30 +82,29 @@ def fused_gdn_gating_cpu(decay: Tensor, a: Tensor, b: Tensor, bias: Tensor) -> t
 def chunk_gated_delta_rule_cpu(
     *, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **requests: Any
 ) -> tuple[Tensor, None, None]:
-    """Return the outputs [1, T, HV, V] of the requests' new tokens. q, k [1, T, HK, K], v [1, T, HV, V]."""
+    """Return the outputs [1, T, HV, V] of the requests' new tokens. q, k [1, T, HK, K], v [1, T, HV, V].
+
+    The requests advance together, a token at a time, as when they generate: no output depends on the other requests.
+    """
+    bounds = requests["cu_seqlens"]
+    lengths, order = bounds.diff().sort(descending=True)
+    starts, slots = bounds[:-1][order], requests["initial_state_indices"][order]
+    counts = [int((lengths > position).sum()) for position in range(int(lengths[0]))]
+    tokens = torch.cat([starts[:count] + position for position, count in enumerate(counts)])
+    heads = (unit_heads(x[0].float(), v.shape[2]) for x in (q, k))
+    steps = zip(*(x[tokens].split(counts) for x in (*heads, v[0], g[0], beta[0])), strict=True)
+    states = requests["initial_state"][slots]
+    outputs = [_advance(states[:count], *step) for count, step in zip(counts, steps, strict=True)]
+    requests["initial_state"][slots] = states
     output = torch.empty_like(v)
-    bounds = requests["cu_seqlens"].tolist()
-    for request, slot in enumerate(requests["initial_state_indices"].tolist()):
-        tokens = slice(bounds[request], bounds[request + 1])
-        state = requests["initial_state"][slot : slot + 1]
-        query, key = (_unit_heads(x[0, tokens], v.shape[2]) for x in (q, k))
-        for token in range(len(query)):
-            position = tokens.start + token
-            output[0, position] = _advance(
-                state,
-                query[token][None],
-                key[token][None],
-                value=v[0, position][None],
-                log_decay=g[0, position][None],
-                strength=beta[0, position][None],
-            )[0]
+    output[0, tokens] = torch.cat(outputs).to(v.dtype)
     return output, None, None
 
 
 def fused_sigmoid_gating_delta_rule_update_cpu(*, q: Tensor, k: Tensor, v: Tensor, **others: Any) -> Tensor:
     """Return the outputs [1, B, HV, V] of one new token of each request. q, k [1, B, HK, K], v [1, B, HV, V]."""
     log_decay, strength = fused_gdn_gating_cpu(*(others[name] for name in ("A_log", "a", "b", "dt_bias")))
-    query, key = (_unit_heads(x[0], v.shape[2]) for x in (q, k))
+    query, key = (unit_heads(x[0].float(), v.shape[2]) for x in (q, k))
     states, slots = others["initial_state_source"], others["initial_state_indices"]
     state = states[slots]
     output = _advance(state, query, key, value=v[0], log_decay=log_decay[0], strength=strength[0])
@@ -122,13 +121,6 @@ def _advance(state: Tensor, query: Tensor, key: Tensor, value: Tensor, log_decay
     error = (value.float() - (state @ key[..., None])[..., 0]) * strength[..., None]
     state.add_(error[..., None] * key[..., None, :])
     return (state @ query[..., None])[..., 0] * query.shape[-1] ** -0.5
-
-
-def _unit_heads(x: Tensor, value_heads: int) -> Tensor:
-    """Scale heads [T, HK, K] to length 1 and repeat them for the value heads, [T, HV, K]."""
-    heads = x.float()
-    heads = heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + L2_NORM_EPS)
-    return heads.repeat_interleave(value_heads // x.shape[1], dim=1)
 
 
 def fused_qk_gemma_rmsnorm_cpu(

@@ -1,10 +1,10 @@
 """The quickstart over several seeds, in one table: `python -m tests.bench.quickstart_seeds 0 1 2 --family deepseek_v3`.
 
-Each seed makes its own data and cold start and trains with the quickstart's own settings, or with `--steps` steps of
-its own; `--family` is a key of TINY_CONFIGS. Columns: accuracy on
-held-out prompts before and after (4 samples each at temperature 1), the chance that one of the 4 is right, training
-seconds (first to last event of the trace), the largest mean |engine - policy| logprob difference of any step and of any
-check after a sync, and the median share of step time outside generate, logprob, train, sync and check.
+Each seed makes its own data and cold start and trains with the quickstart's own settings, or with fewer `--steps`;
+`--family` is a key of TINY_CONFIGS. Columns: accuracy on held-out prompts before and after (4 samples each at
+temperature 1), the chance that one of the 4 is right, training seconds (first to last event of the trace), the largest
+mean |engine - policy| logprob difference of any step and of any check after a sync, and the median share of step time
+outside generate, logprob, train, sync and check.
 """
 
 import argparse

@@ -1,5 +1,6 @@
 """Benches run what they say: settings, recipes and mutated lines are those of today's code."""
 
+import re
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,17 @@ import yaml
 
 from grpo_mp.algorithms.evaluation import Estimate, EvalScore
 from grpo_mp.config import load_pipeline, load_settings
+from grpo_mp.models.families import family_of
+from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.pipeline.stages import make_jobs
 from grpo_mp.planner.clusters import Efficiency
 from grpo_mp.planner.memory import SubPhase
 from grpo_mp.planner.plan import make_plan
-from tests.bench import learning_curves, ppo_beside_grpo, r1_stages
+from tests.bench import hybrid_steps, learning_curves, ppo_beside_grpo, r1_stages
 from tests.bench.mutations import MUTATIONS, ROOT, Mutation
 from tests.bench.published_steps import PublishedStep, read_steps, rows_of
 from tests.bench.quickstart_run import CONFIG
+from tools.tiny.models import make_tiny, make_tokenizer
 
 PAGE = ROOT / "grpo_mp" / "planner" / "README.md"
 
@@ -78,6 +82,25 @@ def test_a_row_of_r1_is_the_mean_over_seeds() -> None:
     seeds = [{"base": score(0.0), "zero": score(accuracy), "sft_alone": score(0.5)} for accuracy in (0.25, 0.75)]
     table = r1_stages.make_table(seeds)
     assert list(table.columns[1].cells) == ["0.0 ± 0.0", "50.0 ± 35.4", "50.0 ± 0.0"]
+
+
+def test_updates_of_a_hybrid_have_the_losses_of_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hybrid_steps, "UPDATES", 3)
+    monkeypatch.setattr(hybrid_steps, "LEARNING_RATE", 1e-4)  # so that the second loss differs from the first
+    make_tiny(tmp_path, "qwen3_5_moe_text", make_tokenizer([]), full_attention_interval=4, hidden_size=32)
+    hybrid_steps.compare_training(tmp_path, hybrid_steps.make_chats(3))
+    assert re.search(r"^train ratio \d+\.\d\d$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_models_that_decode_beside_each_other_have_the_same_size(tmp_path: Path) -> None:
+    sizes = []
+    for family, shape in hybrid_steps.FAMILIES.items():
+        make_tiny(tmp_path / family, family, make_tokenizer([]), **shape)
+        hf = HfConfig.read(tmp_path / family)
+        sizes.append(sum(param.num_elements for param in family_of(hf).params(hf).values() if not param.alias))
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.05)
 
 
 @pytest.fixture(scope="module")
