@@ -13,6 +13,8 @@ from tests.bench.kills import TURNS, evidence
 from tests.e2e.conftest import REWARD, Outcome, StartJob, outcome
 from tests.e2e.jobs import ALONE, LAUNCH, Job, read_jsonl, spans
 from tests.e2e.test_replay import OF_ROLLOUTS, weights
+from tools.tiny.arithmetic import vocabulary_words
+from tools.tiny.models import make_tiny, make_tokenizer
 
 pytestmark = pytest.mark.slow
 STEPS = 3
@@ -78,17 +80,31 @@ def test_a_rank_that_is_killed_changes_nothing(undisturbed: Outcome, start: Star
     assert evidence(folder / "partial_killed") == evidence(folder / "partial")
 
 
-def test_an_engine_that_is_killed_changes_nothing(undisturbed: Outcome, start: Start, folder: Path) -> None:
-    """It holds responses that were begun with the weights before; the other goes on with what was recorded of them."""
-    assert undisturbed.status == 0
-    job = start("partial_engine", PARTIAL)
-    job.wait_until(lambda: spans(folder / "partial_engine", 0, "GENERATE") >= 2)
+def check_engine_killed(start: Start, folder: Path, name: str, more: tuple[str, ...] = ()) -> None:
+    """Kill an engine in the second step of a run like the undisturbed one in the folder `name`."""
+    job = start(f"{name}_engine", PARTIAL, more=more)
+    job.wait_until(lambda: spans(folder / f"{name}_engine", 0, "GENERATE") >= 2)
     job.kill_engine(0)
     ended = outcome(job)
     assert (ended.status, ended.left) == (0, [])
-    assert evidence(folder / "partial_engine") == evidence(folder / "partial")
-    lags = [step["rollout/weight_version_lag/max"] for step in read_jsonl(folder / "partial" / "metrics.jsonl")[1:]]
+    assert evidence(folder / f"{name}_engine") == evidence(folder / name)
+    lags = [step["rollout/weight_version_lag/max"] for step in read_jsonl(folder / name / "metrics.jsonl")[1:]]
     assert lags == [0, 2, 2]  # two updates a step
+
+
+def test_an_engine_that_is_killed_changes_nothing(undisturbed: Outcome, start: Start, folder: Path) -> None:
+    """It holds responses that were begun with the weights before; the other goes on with what was recorded of them."""
+    assert undisturbed.status == 0
+    check_engine_killed(start, folder, "partial")
+
+
+@pytest.mark.nightly  # rollout/test_engine_states.py has what the engine does
+def test_an_engine_with_recurrent_states_that_is_killed_changes_nothing(start: Start, folder: Path) -> None:
+    shape = {"num_hidden_layers": 2, "hidden_size": 64, "moe_intermediate_size": 32}
+    make_tiny(folder / "hybrid_model", "qwen3_5_moe_text", make_tokenizer(vocabulary_words()), **shape)
+    more = (f"model.path={folder / 'hybrid_model'}",)
+    assert outcome(start("hybrid", PARTIAL, more=more)).status == 0
+    check_engine_killed(start, folder, "hybrid", more)
 
 
 @pytest.fixture(scope="module")
