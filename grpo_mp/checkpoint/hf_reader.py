@@ -145,7 +145,8 @@ def check_model(reader: HfReader, params: Iterable[Param], hf: HfConfig, others:
     missing = shapes.keys() - reader.names
     if missing:
         raise UserError(
-            f"{reader.folder}: {len(missing)} tensors are missing, the first is {min(missing)}: copy the folder again"
+            f"{reader.folder}: {len(missing)} tensors are missing, the first is {min(missing)}: copy the folder again, "
+            "its config.json, too"
         )
     for name, shape in shapes.items():
         check_shape(reader, name, shape)

@@ -51,6 +51,7 @@ KERNELS = {
     "deep_gemm": "install the tested sglang-kernel and DeepGEMM, or leave FP8 out",
     "flash_mla": "install sgl-flash-mla of the tested set, or leave engine.args.attention_backend=flashmla out",
     "flashinfer": "install flashinfer-python of the tested set",
+    "fla.ops.gated_delta_rule": "install fla-core of the tested set, or train no model with linear attention",
     "flash_attn": "build flash-attn against this torch, or uninstall it",
 }
 OWNERS = {"amp_C": "apex"}  # module -> package, where the names differ

@@ -78,13 +78,16 @@ def rotary(hf: HfConfig) -> dict[str, Any]:
 
 
 def _layers(hf: HfConfig, kind: str) -> list[int]:
+    interval = INTERVAL if hf.get("full_attention_interval") is None else hf.int("full_attention_interval")
+    if interval < 1:
+        raise hf.error(f"full_attention_interval={interval}: give a number of layers of at least 1")
     count = hf.int("num_hidden_layers")
-    kinds = hf.get("layer_types")
-    if kinds is None:
-        interval = hf.get("full_attention_interval") or INTERVAL
-        kinds = [LINEAR if (layer + 1) % interval else FULL for layer in range(count)]
-    if len(kinds) != count or not set(kinds) <= {LINEAR, FULL}:
-        raise hf.error(f"layer_types must name {LINEAR} or {FULL} for each of the {count} layers")
+    kinds = [LINEAR if (layer + 1) % interval else FULL for layer in range(count)]
+    if hf.get("layer_types", kinds) not in (None, kinds):
+        raise hf.error(
+            f"layer_types does not name {FULL} for every {interval}th (full_attention_interval) of the {count} layers "
+            f"and {LINEAR} for the others, and engines read only the interval: set both as the weights have them"
+        )
     if hf.trains_mtp and kinds[-1] != FULL:
         raise hf.error(
             f"the last of layer_types is {LINEAR}, but the multi-token-prediction layer needs a last layer with "

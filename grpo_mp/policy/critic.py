@@ -13,6 +13,7 @@ from grpo_mp.distributed.layout import check_layout, critic_layout, model_shape,
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.value_head import STORED_HEAD, VALUE_HEAD, critic_config, critic_params, is_classifier
+from grpo_mp.policy.gated_delta_net import check_gated_delta_nets
 from grpo_mp.policy.megatron_config import transformer_config
 from grpo_mp.policy.model import ValueModel
 from grpo_mp.policy.trained_model import TrainedModel, UpdateReport
@@ -79,6 +80,7 @@ def check_critic(own: TrainerSettings, policy: HfConfig, world_size: int) -> Non
     shape, uneven = model_shape(hf), sets_pipeline_layout(own.training.megatron_args)
     layout = critic_layout(own.layout, shape)
     check_layout(layout, shape, world_size=world_size, uneven_pipeline=uneven, setting="critic: layout")
+    check_gated_delta_nets(shape, layout.context)
     transformer_config(layout, own.training, own.model.dtype, hf)
     if hf.path == policy.path:
         return

@@ -18,6 +18,7 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.lora import adapter_params, check_adapters
 from grpo_mp.models.multi_token_prediction import COPIED_EMBEDDING, is_of_mtp
 from grpo_mp.policy.forward import LossFunction
+from grpo_mp.policy.gated_delta_net import check_gated_delta_nets
 from grpo_mp.policy.lora import MergedWeights, add_adapters, initialize
 from grpo_mp.policy.megatron_config import check_fp8, check_overrides, transformer_config
 from grpo_mp.policy.model import PolicyModel
@@ -153,7 +154,9 @@ def check_policy(
     hf: HfConfig, model: ModelConfig, layout: LayoutConfig, training: TrainingConfig, world_size: int
 ) -> None:
     """Check the model's folder, the layout and the training settings before process groups exist."""
-    check_layout(layout, model_shape(hf), world_size, sets_pipeline_layout(training.megatron_args))
+    shape = model_shape(hf)
+    check_layout(layout, shape, world_size, sets_pipeline_layout(training.megatron_args))
+    check_gated_delta_nets(shape, layout.context)
     check_overrides(training.megatron_args)
     config = transformer_config(layout, training, model.dtype, hf)
     check_fp8(training, model.dtype)

@@ -142,11 +142,13 @@ def engine_parallelism(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> Engi
         )
     values = family_of(hf).config(hf)
     num_experts, heads = values.get("num_moe_experts") or 0, values["num_attention_heads"]
+    key_heads, tensor = values.get("linear_num_key_heads", heads), "engine.gpus_per_engine / attn_dp_size"
     for name, size, total, meaning in (
         ("attn_dp_size", replicas, gpus, "engine.gpus_per_engine"),
         ("ep_size", expert, gpus, "engine.gpus_per_engine"),
         ("ep_size", expert, num_experts or expert, "experts of the model"),
-        ("attn_dp_size", gpus // replicas, heads, "attention heads, by engine.gpus_per_engine / attn_dp_size"),
+        ("attn_dp_size", gpus // replicas, heads, f"attention heads, by {tensor}"),
+        ("attn_dp_size", gpus // replicas, key_heads, f"key heads of linear attention, by {tensor}"),
     ):
         if size < 1 or total % size:
             nearest = max(part for part in divisors(total) if part <= max(1, size))

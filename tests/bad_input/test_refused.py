@@ -1,25 +1,34 @@
 """Files, settings and commands that a user gets wrong: one sentence each, and nothing is written."""
 
+import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
 import yaml
+from megatron.core.ssm import gated_delta_net
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 
+from grpo_mp import platform
 from grpo_mp.checkpoint.convert import to_megatron
 from grpo_mp.checkpoint.hf_reader import SINGLE_FILE, HfReader, check_model
 from grpo_mp.cli.main import main
 from grpo_mp.config import Settings, check_settings, load_settings
 from grpo_mp.config.sections import LayoutConfig, ModelConfig, TrainingConfig
+from grpo_mp.distributed.layout import check_layout, model_shape
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.policy.gated_delta_net import check_gated_delta_nets
 from grpo_mp.policy.policy import check_policy
+from grpo_mp.rollout.engine_layout import engine_parallelism
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.section import nested_sections
 from tests.conftest import TinyRun
@@ -168,6 +177,81 @@ def test_tensors_that_nothing_reads(name: str, tmp_path: Path) -> None:
     else:
         start()
         convert()
+
+
+# -- linear attention ----------------------------------------------------------------------------------------
+
+KINDS = ["linear_attention", "full_attention"] * 2  # of the tiny model, in which every second layer has attention
+LIES: dict[str, tuple[dict[str, Any], str]] = {
+    "a kind too few": ({"layer_types": KINDS[:3]}, r"layer_types .* of the 4 layers .* set both"),
+    "other kinds": ({"layer_types": KINDS[::-1]}, "engines read only the interval: set both as the weights have them"),
+    "another interval": ({"full_attention_interval": 4}, r"every 4th \(full_attention_interval\) of the 4 layers"),
+    "no interval, which counts as 4": ({"full_attention_interval": None}, r"every 4th \(full_attention_interval\)"),
+    "an interval of 0": ({"full_attention_interval": 0}, "full_attention_interval=0: give a number"),
+    "unknown kinds": ({"layer_types": "linear_attention"}, "layer_types does not name full_attention"),
+    "other kinds than the tensors": (
+        {"full_attention_interval": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"]},
+        r"tensors are missing, the first is model.layers.1.linear_attn.A_log: copy the folder again, its config.json",
+    ),
+    "fewer layers than tensors": (
+        {"num_hidden_layers": 2, "layer_types": None},
+        r"num_hidden_layers=2 .* do not cover model.layers.2.*: set them as the weights have them",
+    ),
+    "more layers than tensors": (
+        {"num_hidden_layers": 6, "layer_types": None},
+        "tensors are missing, .*model.layers.4",
+    ),
+    "heads that do not divide": ({"linear_num_value_heads": 6}, "must be a multiple of linear_num_key_heads"),
+    "other heads than the tensors": ({"linear_num_key_heads": 2}, "has shape .* config.json says"),
+}
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3.5 with experts, to be copied."""
+    folder = tmp_path_factory.mktemp("hybrid") / "model"
+    make_tiny(folder, "qwen3_5_moe_text", make_tokenizer(["apples"]))
+    return folder
+
+
+def start_training(folder: Path, **sizes: int) -> None:
+    layout = LayoutConfig(**sizes)
+    ranks = layout.tensor * layout.context
+    check_policy(HfConfig.read(folder), ModelConfig(path=folder, dtype="float32"), layout, TrainingConfig(), ranks)
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_config_that_lies_about_linear_attention(lie: str, hybrid: Path, tmp_path: Path) -> None:
+    start_training(hybrid, tensor=2)
+    folder = Path(shutil.copytree(hybrid, tmp_path / "model"))
+    changes, sentence = LIES[lie]
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    assert re.search(sentence, refused(lambda: start_training(folder)))
+
+
+def test_sizes_that_do_not_divide_linear_heads(hybrid: Path) -> None:
+    hf = HfConfig.read(hybrid)
+    wide = HfConfig(hybrid, hf.values | {"num_attention_heads": 8, "num_key_value_heads": 8})
+    too_many = refused(lambda: check_layout(LayoutConfig(tensor=8), model_shape(wide), 8))
+    assert "tensor x context = 8 does not divide the 4 key heads of linear attention" in too_many
+    engine_parallelism(8, {"attn_dp_size": 2}, wide)
+    sentence = refused(lambda: engine_parallelism(8, {}, wide))
+    assert "engine.args.attn_dp_size: 8 does not divide 4, the key heads of linear attention" in sentence
+
+
+def test_machines_that_cannot_compute_linear_attention(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a GPU, only that torch has one is made up; whether the kernels are there is Megatron's answer."""
+    assert "on a CPU, linear attention computes whole sequences" in refused(lambda: start_training(hybrid, context=2))
+    monkeypatch.setattr(platform, "on_cuda", lambda: True)
+    divide = partial(check_gated_delta_nets, model_shape(HfConfig.read(hybrid)), 2)
+    release = Version(version("megatron-core"))
+    if release < Version("0.18"):
+        assert f"megatron-core {release} computes no packed sequences" in refused(divide)
+    else:
+        divide()
+    monkeypatch.setattr(gated_delta_net, "HAVE_FLA", False)
+    assert "linear attention needs fla-core" in refused(lambda: start_training(hybrid))
 
 
 # -- commands --------------------------------------------------------------------------------
