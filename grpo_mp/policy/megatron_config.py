@@ -4,8 +4,6 @@ import dataclasses
 import enum
 from collections.abc import Mapping
 from functools import cache
-from importlib.metadata import version
-from importlib.util import find_spec
 from typing import Any, Literal, get_type_hints
 
 import torch
@@ -23,7 +21,6 @@ from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.utils.errors import UserError, did_you_mean
 
-PACKS_DELTA_NETS = (0, 19)  # the release of Megatron from which gated delta nets compute packed sequences on a GPU
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -77,8 +74,11 @@ def transformer_config(layout: LayoutConfig, training: TrainingConfig, dtype: st
     values |= overrides_for(training.megatron_args, config_class)
     if hf.trains_mtp:
         values |= _multi_token_prediction(hf, values)
-    if values.get("experimental_attention_variant"):
-        _check_delta_nets(training, hf)
+    if training.share_prompts and values.get("experimental_attention_variant"):
+        raise UserError(
+            f"training.share_prompts=true: in {hf.model_type} the state after a prompt cannot be shared by responses: "
+            "set it to false"
+        )
     try:
         config = config_class(**values)
     except (ValueError, AssertionError, TypeError) as error:
@@ -88,21 +88,6 @@ def transformer_config(layout: LayoutConfig, training: TrainingConfig, dtype: st
     if hf.trains_mtp:
         _check_last_stage(config)
     return config
-
-
-def _check_delta_nets(training: TrainingConfig, hf: HfConfig) -> None:
-    """Refuse what gated delta nets cannot do, and GPUs without their kernels or without kernels of packed sequences."""
-    if training.share_prompts:
-        raise UserError(
-            f"training.share_prompts=true: in {hf.model_type} the state after a prompt cannot be shared by responses: "
-            "set it to false"
-        )
-    release = tuple(map(int, version("megatron-core").split(".")[:2]))
-    if platform.on_cuda() and (release < PACKS_DELTA_NETS or find_spec("fla") is None):
-        raise UserError(
-            f"{hf.model_type} needs newer kernels on a GPU: pip install megatron-core==0.19.2 "
-            "flash-linear-attention~=0.4.0"
-        )
 
 
 def check_fp8(training: TrainingConfig, dtype: str) -> None:

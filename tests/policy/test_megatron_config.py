@@ -9,11 +9,11 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from grpo_mp.config.sections import LayoutConfig, TrainingConfig
+from grpo_mp.config.sections import TrainingConfig
 from grpo_mp.models.families import family_of
 from grpo_mp.planner.model_configs import published_config
 from grpo_mp.platform import fused_fields
-from grpo_mp.policy.megatron_config import ARCHITECTURE, check_fp8, check_overrides, transformer_config
+from grpo_mp.policy.megatron_config import ARCHITECTURE, check_fp8, check_overrides
 from grpo_mp.utils.errors import UserError
 
 
@@ -30,14 +30,6 @@ from grpo_mp.utils.errors import UserError
 def test_values_of_other_types_are_refused(name: str, value: Any, sentence: str) -> None:
     with pytest.raises(UserError, match=rf"^training\.megatron_args\.{name}={sentence}"):
         check_overrides({name: value})
-
-
-def test_gated_delta_nets_are_refused_on_gpus_without_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    hf = published_config("qwen3.5-35b-a3b")
-    transformer_config(LayoutConfig(), TrainingConfig(), "bfloat16", hf)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    with pytest.raises(UserError, match=r"^qwen3_5_moe_text needs newer kernels on a GPU: pip install megatron-core="):
-        transformer_config(LayoutConfig(), TrainingConfig(), "bfloat16", hf)
 
 
 def test_fp8_training_is_refused_without_a_gpu() -> None:
