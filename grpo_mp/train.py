@@ -17,6 +17,7 @@ from grpo_mp.batching.step_batch import Assembly, StepBatch, UpdateBatches, asse
 from grpo_mp.batching.updates import StepRule, packing_rule
 from grpo_mp.checkpoint.run_state import ROLLOUTS, check_same_data, resumable_checkpoints
 from grpo_mp.config import Settings, dump_settings, load_settings, show_settings
+from grpo_mp.data.sets import overlap_warnings
 from grpo_mp.distributed.coordinates import data_parallel_size
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.distributed.process_groups import broadcast
@@ -315,6 +316,7 @@ def read_inputs(settings: Settings, world_size: int, ranks_per_node: int, dump: 
     warnings = (
         *scorer.warnings,
         *(sentence for prompts in (train, *evals.values()) for sentence in prompts.warnings),
+        *overlap_warnings(train, evals),
         *start_warnings(settings.algorithm, rollout, fp8 or engine.has_fp8_cache),
         *unasked,
     )

@@ -296,7 +296,7 @@ class ChatReader:
                     "sft.too_long=drop or truncate"
                 )
             learned = len(sample.tokens) - sample.given_tokens if sample else 0
-            yield Measured(sample.total_tokens if sample else 0, learned, (text.text, text.spans))
+            yield Measured(sample.total_tokens if sample else 0, learned, (text.text, text.spans), text.text)
 
     def read(self, row: Row, index: int) -> Sample:
         """Return the sample of a row that `measure` has kept."""
@@ -307,7 +307,7 @@ class ChatReader:
 
     def read_part(self, path: str) -> Part[Sample]:
         """Read and check the rows of a source."""
-        check_template(self.encoder.tokenizer)
+        check_template(self.encoder.tokenizer, self.data.system_prompt)
         limit = Limit("sft.max_tokens", self.sft.max_tokens, "chats")
         return read_part(read_rows(path, self.data.source), self.measure, self.read, limit)
 

@@ -104,13 +104,15 @@ class PromptReader:
 
     def measure(self, rows: Sequence[Row]) -> Iterator[Measured]:
         """Check rows, and measure their prompts."""
-        texts = list[str]()
+        texts, problems = list[str](), list[str]()
         for row in rows:
-            texts.append(self._render(row, self._with_system(self.messages(row))))
+            messages = self.messages(row)
+            problems.append(conversation_text(messages))
+            texts.append(self._render(row, self._with_system(messages)))
             self.answer(row)
             self.check_columns({**row.columns, **self.columns}, row.location)
-        for row, text, tokens in zip(rows, texts, self._tokenize(texts), strict=True):
-            yield Measured(len(tokens), len(tokens), (text, row.columns))
+        for row, text, tokens, problem in zip(rows, texts, self._tokenize(texts), problems, strict=True):
+            yield Measured(len(tokens), len(tokens), (text, row.columns), problem)
 
     def read(self, row: Row, index: int) -> Prompt:
         """Return the prompt of a row. `index`: its index in the prompt set."""
@@ -129,7 +131,7 @@ class PromptReader:
 
     def read_part(self, path: str, count: int | None = None) -> Part[Prompt]:
         """Read and check the rows of a source, or the first `count`."""
-        check_template(self.tokenizer)
+        check_template(self.tokenizer, self.data.system_prompt)
         limit = Limit("rollout.max_prompt_tokens", self.max_tokens, "prompts")
         return read_part(read_rows(path, self.data.source), self.measure, self.read, limit, count)
 
@@ -167,7 +169,7 @@ def load_train_prompts(reader: PromptReader) -> PromptSet:
             texts = (conversation_text(own_reader.messages(part.rows[int(number)])) for number in part.numbers)
             kept = within_pass_rates(texts, own.pass_rates, own)
             too_easy_or_hard += kept.count(False)
-            part = replace(part, numbers=part.numbers[kept], sizes=part.sizes[kept])
+            part = replace(part, numbers=part.numbers[kept], sizes=part.sizes[kept], problems=part.problems[kept])
         parts[name] = part
     joined = join_parts(parts, "data.train", "left out", [own.weight for own in sets.values()])
     return replace(joined, filtered=too_easy_or_hard)

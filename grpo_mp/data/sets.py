@@ -1,7 +1,9 @@
 """Data sets of a run: the rows of each source are checked at the start, and read again on access."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,6 +19,8 @@ from grpo_mp.utils.reading import has_column, read_column, shorten
 ROWS_AT_ONCE = 1024  # rows in one call of the tokenizer
 Item = TypeVar("Item")
 Integers = npt.NDArray[np.int64]
+# Numbers, words, and signs that make another problem of the same numbers. A hyphen between words is no sign.
+WORD = re.compile(r"\d+(?:[.,]\d+)*|[^\W\d]+|[+*/=<>^%]|(?<![^\W\d]{2})-|-(?![^\W\d]{2})")
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class Measured(NamedTuple):
     tokens: int
     learned: int
     content: Sequence[Any]
+    problem: str  # the text by which a problem is found in other data sets
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +48,7 @@ class Part(Sequence[Item]):
     rows: Rows
     numbers: Integers  # row of each item
     sizes: Integers  # tokens and learned tokens of each item, (items, 2)
+    problems: npt.NDArray[np.uint64]  # hash of each item's problem, see problem_hash
     read: Callable[[Row, int], Item]  # converts a row to the item with an index
     content: bytes  # digest of all rows
     too_long: int  # rows that were left out
@@ -68,6 +74,7 @@ class DataSet(Sequence[Item]):
     digest: str = ""  # of the content of its rows
     warnings: tuple[str, ...] = ()  # shown at every start
     sizes: Integers = field(default_factory=lambda: np.zeros((0, 2), np.int64))  # see Part
+    problems: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))  # see Part
 
     @property
     def epoch_size(self) -> int:
@@ -106,10 +113,11 @@ def read_part(
     if not len(rows):
         raise UserError(f"{rows.name}: no rows: give a file with at least one row")
     end, content = min(len(rows), count or len(rows)), xxhash.xxh3_128()
-    found = list[tuple[int, int]]()
+    found, problems = list[tuple[int, int]](), list[int]()
     for start in range(0, end, ROWS_AT_ONCE):
         for row in measure([rows[number] for number in range(start, min(start + ROWS_AT_ONCE, end))]):
             found.append((row.tokens, row.learned))
+            problems.append(problem_hash(row.problem))
             content.update(json.dumps(row.content, default=str, skipkeys=True).encode())
     sizes = np.array(found, np.int64)
     fits = (sizes[:, 0] <= limit.tokens) & (sizes[:, 1] > 0)
@@ -118,7 +126,29 @@ def read_part(
         raise UserError(f"{rows.name}: all {end} {longer}: raise it")
     too_long = end - int(fits.sum())
     warning = f"{too_long} of {end} {longer}" if too_long else ""
-    return Part(rows, np.flatnonzero(fits), sizes[fits], read, content.digest(), too_long=too_long, warning=warning)
+    return Part(
+        rows,
+        np.flatnonzero(fits),
+        sizes[fits],
+        np.array(problems, np.uint64)[fits],
+        read,
+        content=content.digest(),
+        too_long=too_long,
+        warning=warning,
+    )
+
+
+def problem_hash(text: str) -> int:
+    """Return a hash of the words, numbers and signs of a text, without regard to case, blanks and punctuation."""
+    words = WORD.findall(unicodedata.normalize("NFKC", text).casefold())
+    return xxhash.xxh3_64_intdigest("\0".join(words).encode())
+
+
+def overlap_warnings(train: DataSet[Item], evals: Mapping[str, DataSet[Item]]) -> Iterator[str]:
+    """Yield a sentence for each eval set with problems that are also in the train data, word by word."""
+    for name, held_out in evals.items():
+        if count := int(np.isin(held_out.problems, train.problems).sum()):
+            yield f"data.eval.{name}: {count} of {len(held_out)} problems are also in data.train"
 
 
 def join_parts(
@@ -145,6 +175,7 @@ def join_parts(
         digest=digest.hexdigest(),
         warnings=tuple(warnings),
         sizes=np.concatenate([part.sizes for part in joined]),
+        problems=np.concatenate([part.problems for part in joined]),
     )
 
 

@@ -211,12 +211,22 @@ def render_template(
     )
 
 
-def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer without a chat template."""
+def check_template(tokenizer: PreTrainedTokenizerBase, system_prompt: str | None = None) -> None:
+    """Refuse a tokenizer without a chat template, or one whose template leaves out the system prompt, if given."""
     if not tokenizer.chat_template:
         raise UserError(
             f"{tokenizer.name_or_path or 'model.path'}: the tokenizer has no chat template: "
             "add chat_template.jinja or `chat_template` in tokenizer_config.json"
+        )
+    if not system_prompt:
+        return
+    try:
+        shown = MARK in render_template([{"role": "system", "content": MARK}, FIXED[0]], tokenizer)
+    except Exception:  # noqa: BLE001  a template is a program; the first row's error tells more
+        return
+    if not shown:
+        raise UserError(
+            "data.system_prompt: the chat template leaves out system messages: write the text into the prompts"
         )
 
 

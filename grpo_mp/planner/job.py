@@ -29,6 +29,7 @@ from grpo_mp.planner.parameter_count import (
 from grpo_mp.policy.parameter_bytes import BytesPerParameter, bytes_per_parameter
 from grpo_mp.rollout.engine_layout import (
     EngineParallelism,
+    check_fp8_blocks,
     engine_parallelism,
     engine_placements,
     engine_uses_fp8,
@@ -219,10 +220,13 @@ class PlannedJob:
     def engine_parallelism(self) -> EngineParallelism:
         """Return how an engine divides the model.
 
-        Raise UserError if engine.gpus_per_engine and engine.args contradict each other or the model.
+        Raise UserError if engine.gpus_per_engine and engine.args contradict each other, the model or FP8 blocks.
         """
         engine = self.settings.engine
-        return engine_parallelism(engine.gpus_per_engine, engine.args, self.hf)
+        parallelism = engine_parallelism(engine.gpus_per_engine, engine.args, self.hf)
+        if self.engine_uses_fp8:
+            check_fp8_blocks(parallelism, self.hf)
+        return parallelism
 
     @property
     def engine_uses_fp8(self) -> bool:

@@ -167,6 +167,27 @@ def engine_parallelism(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> Engi
     )
 
 
+def check_fp8_blocks(parallelism: EngineParallelism, hf: HfConfig) -> None:
+    """Raise UserError if a GPU's part of a matrix would cut an FP8 block, which SGLang refuses while it loads."""
+    for param in (rule.example() for rule in family_of(hf).rules(hf) if rule.layers):
+        count = parallelism.expert_tensor if param.expert is not None else parallelism.divisor(param.name)
+        joined = len(param.hf) > 1 or param.expert is not None  # SGLang concatenates such matrices
+        if param.tp_dim is None or not (joined or count > 1):
+            continue
+        for index, (name, shape) in enumerate(zip(param.hf, param.shapes, strict=True)):
+            size = shape[param.tp_dim]
+            part = size / count
+            if index and param.groups:  # with fewer KV heads than GPUs, SGLang replicates the heads
+                part = max(part, size / param.groups)
+            if param.in_fp8[index] and part % BLOCK:
+                axis = ("rows", "columns")[param.tp_dim]
+                raise UserError(
+                    f"engine.args.quantization=fp8: {name} has {size} {axis}, over {count} GPUs of an engine {part:g} "
+                    f"each, which is no multiple of the {BLOCK} of an FP8 block: lower engine.gpus_per_engine, raise "
+                    "attn_dp_size or ep_size, or use bfloat16 weights"
+                )
+
+
 def expert_alignment(
     parallelism: EngineParallelism, args: Mapping[str, Any], fp8: bool, capability: float | None
 ) -> int:

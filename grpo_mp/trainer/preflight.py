@@ -48,7 +48,7 @@ from grpo_mp.rollout.engine_args import (
     check_tool_parser,
     speculative_arguments,
 )
-from grpo_mp.rollout.engine_layout import engine_parallelism, engine_placements, engine_uses_fp8
+from grpo_mp.rollout.engine_layout import check_fp8_blocks, engine_parallelism, engine_placements, engine_uses_fp8
 from grpo_mp.rollout.episodes import EpisodeParts, load_episode_parts
 from grpo_mp.rollout.reward_servers import check_tokens
 from grpo_mp.rollout.rollout import RolloutParts
@@ -145,7 +145,9 @@ def check_engines(
     fp8 = engine_uses_fp8(engine.args, hf, cpu)
     check_speculation(engine, hf, cpu)
     if not cpu:
-        engine_parallelism(engine.gpus_per_engine, engine.args, hf)
+        parallelism = engine_parallelism(engine.gpus_per_engine, engine.args, hf)
+        if fp8:
+            check_fp8_blocks(parallelism, hf)
     if replays_experts:
         drafting = speculative_arguments(engine, rollout.group_size)
         check_routed_experts(engine.args | drafting, argument_names(), model_shape(hf))

@@ -19,7 +19,8 @@ from grpo_mp.planner.engine_memory import engine_weight_bytes, state_pool
 from grpo_mp.planner.job import make_job
 from grpo_mp.planner.model_configs import find_config, published_config
 from grpo_mp.rollout.engine_args import DP_ATTENTION_PORTS, ENGINE_SITE, engine_arguments, ports_needed
-from grpo_mp.rollout.engine_layout import EnginePlacement, engine_parallelism, engine_uses_fp8
+from grpo_mp.rollout.engine_layout import EnginePlacement, check_fp8_blocks, engine_parallelism, engine_uses_fp8
+from grpo_mp.utils.errors import UserError
 from tests.planner.jobs import job_of, settings_of
 from tests.recipes import RL
 from tests.rollout.specs import cuda_spec
@@ -40,6 +41,14 @@ DRAFTS: list[tuple[str, int, dict[str, Any]]] = [
     ("qwen3-next-80b-a3b", 4, {"algorithm": "mtp"}),
     ("qwen3.5-35b-a3b", 4, {"algorithm": "mtp"}),
     ("qwen3-30b-a3b", 8, {"algorithm": "ngram", "num_steps": 7}),
+]
+# model, engine.gpus_per_engine and engine.args: some that blocks of 128 allow, some that they do not
+PARALLELISMS: list[tuple[str, int, dict[str, Any]]] = [
+    ("moonlight-16b-a3b", 4, {"ep_size": 4, "attn_dp_size": 4}),
+    ("moonlight-16b-a3b", 2, {"ep_size": 2, "attn_dp_size": 2}),
+    ("glm-4.5", 8, {"ep_size": 8}),
+    ("qwen2.5-7b", 4, {}),
+    ("qwen3.5-35b-a3b", 8, {"ep_size": 8}),
 ]
 LINEAR = "qwen3.5-35b-a3b"
 # engine.args and engine.speculative of a model with linear attention
@@ -86,13 +95,17 @@ def run_module(name: str, cases: dict[str, dict[str, Any]]) -> Any:
 
 @pytest.fixture(scope="module")
 def facts_by_case(tmp_path_factory: pytest.TempPathFactory) -> Facts:
-    """SGLang's facts about every recipe and every way of drafting."""
+    """SGLang's facts about every recipe, parallelism, way of drafting and pool of states."""
     folder = tmp_path_factory.mktemp("models")
     cases = {}
     for name in RECIPES:
         settings = load_settings(CONFIGS / f"{name}.yaml")
         hf = make_tiny_deepseek(folder / "checkpoint") if name == "tiny_moe" else find_config(settings.model.path)[0]
         cases[name] = cuda_arguments(settings, hf, folder / name)
+    for number, (model, gpus, args) in enumerate(PARALLELISMS):
+        engine = {"gpus_per_engine": gpus, "args": {"quantization": "fp8", **args}}
+        name = f"parallelism {number}"
+        cases[name] = cuda_arguments(settings_of(engine=engine), published_config(model), folder / name)
     for number, (model, gpus, speculative) in enumerate(DRAFTS):
         settings = settings_of(engine={"gpus_per_engine": gpus, "speculative": speculative})
         name = f"draft {number}"
@@ -174,3 +187,22 @@ def test_states_of_linear_attention_take_what_the_plan_says(facts_by_case: Facts
     size, planned_sequences = state_pool(job, CACHES * GIB)
     assert planned_sequences == sequences
     assert size / GIB == pytest.approx(gibibytes, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "number", range(len(PARALLELISMS)), ids=lambda number: "-".join(map(str, PARALLELISMS[number][:2]))
+)
+def test_a_parallelism_is_refused_where_sglang_refuses_it(facts_by_case: Facts, number: int) -> None:
+    model, gpus, args = PARALLELISMS[number]
+    error = facts_by_case[f"parallelism {number}"].get("error")
+    assert error is None or "is not divisible by weight quantization block" in error, error
+    refusal = refusal_of(gpus, args, published_config(model))
+    assert bool(refusal) == bool(error), f"here: {refusal}; SGLang: {error}"
+
+
+def refusal_of(gpus: int, args: dict[str, Any], hf: HfConfig) -> str:
+    try:
+        check_fp8_blocks(engine_parallelism(gpus, args, hf), hf)
+    except UserError as refusal:
+        return str(refusal)
+    return ""
