@@ -20,11 +20,11 @@ if __name__ == "__main__":
 import torch.distributed as dist
 
 from grpo_mp import platform
-from grpo_mp.algorithms.evaluation import write_scores
 from grpo_mp.checkpoint.run_state import MANIFEST, read_manifest
 from grpo_mp.config import Settings, dump_settings, load_settings
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.distributed.process_groups import make_parallel
+from grpo_mp.monitor.evaluation import write_scores
 from grpo_mp.monitor.samples import append_samples
 from grpo_mp.policy.reference import Reference
 from grpo_mp.rollout.engine_layout import attention_replicas
@@ -73,6 +73,11 @@ class EngineJob:
         return self.settings.run.folder
 
     @property
+    def resolved(self) -> str:
+        """Return the settings with all defaults, as YAML."""
+        return dump_settings(self.settings)
+
+    @property
     def needs_policy(self) -> bool:
         """Return whether a policy must send the weights, because engines cannot load them from the folder."""
         return self.checkpoint is not None or not engines_can_load_weights(self.settings.model, self.settings.engine)
@@ -114,7 +119,7 @@ def read_inputs(job: EngineJob, world_size: int, ranks_per_node: int) -> RunInpu
     """Check a job that only generates and read its inputs. It answers the eval sets or, without any, the train set."""
     settings, evaluates = job.settings, bool(job.settings.data.eval)
     model, rollout, reward = settings.model, settings.rollout, settings.reward
-    check_place(settings.run, settings.monitor, dump_settings(settings))
+    check_place(settings.run, settings.monitor, job.resolved)
     hf, tokenizer = read_model(model, settings.layout, settings.training, world_size * job.needs_policy)
     fp8 = check_engines(settings.engine, rollout, hf, world_size, ranks_per_node=ranks_per_node)
     check_bucket(hf, model.dtype, settings.layout, settings.sync.bucket_bytes, formats={fp8})

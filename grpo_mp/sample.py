@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from grpo_mp.checkpoint.run_lock import run_lock
 from grpo_mp.checkpoint.run_state import METRICS, claim_run_folder, complete_checkpoints
-from grpo_mp.config import dump_settings
 from grpo_mp.distributed.process_groups import all_gather
 from grpo_mp.evaluate import EngineJob, read_engine_job, read_inputs, start_engines
 from grpo_mp.rollout.journal import GroupJournal
@@ -128,7 +127,7 @@ def run(job: SamplingJob, inputs: RunInputs) -> None:
         throughput = generate(job, inputs, prompts)
     if int(os.environ.get("RANK", 0)) == 0:
         with run_lock(job.folder):
-            claim_run_folder(job.folder, dump_settings(job.settings))
+            claim_run_folder(job.folder, job.resolved)
             write_answers(job, inputs, prompts, throughput)
 
 

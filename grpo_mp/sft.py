@@ -18,7 +18,6 @@ from grpo_mp.checkpoint.run_state import check_same_data, resumable_checkpoints,
 from grpo_mp.config import SftSettings, dump_settings, load_sft_settings, show_settings
 from grpo_mp.data.chat_data import ChatEncoder, ChatReader, ChatSet, load_held_out_chats, load_train_chats, stop_tokens
 from grpo_mp.data.cursor import Cursor
-from grpo_mp.data.sets import overlap_warnings
 from grpo_mp.distributed.process_groups import make_parallel
 from grpo_mp.monitor.loggers import MakeLogger, load_loggers
 from grpo_mp.policy.offload import device_items
@@ -29,7 +28,7 @@ from grpo_mp.trainer.exit import PreemptionHandler
 from grpo_mp.trainer.job import build_policy, join_run, open_monitors, show_notes, starting
 from grpo_mp.trainer.loop import PolicyContext, is_due
 from grpo_mp.trainer.phase_manager import PhaseManager
-from grpo_mp.trainer.preflight import check_export, check_place, read_model
+from grpo_mp.trainer.preflight import check_export, check_place, data_warnings, read_model
 from grpo_mp.trainer.replica_check import check_replicas
 from grpo_mp.trainer.save import CheckpointSaver
 from grpo_mp.trainer.sft_step import (
@@ -153,9 +152,7 @@ def read_inputs(settings: SftSettings, world_size: int) -> SftInputs:
     check_same_data(run.folder, train.digest)
     train.check_size("sft.batch_size", settings.sft.batch_size, "samples", settings.data.train)
     evals = load_held_out_chats(reader)
-    warnings = [sentence for chats in (train, *evals.values()) for sentence in chats.warnings]
-    warnings += overlap_warnings(train, evals)
-    return SftInputs(tokenizer, train, evals, make_loggers, warnings=tuple(warnings))
+    return SftInputs(tokenizer, train, evals, make_loggers, warnings=tuple(data_warnings(train, evals)))
 
 
 @contextmanager

@@ -12,16 +12,15 @@ if __name__ == "__main__":
     begin_slow_imports()
 
 from grpo_mp import platform
-from grpo_mp.algorithms.evaluation import read_scores, step_file
 from grpo_mp.batching.step_batch import Assembly, StepBatch, UpdateBatches, assemble_step_batch, send_routed_experts
 from grpo_mp.batching.updates import StepRule, packing_rule
 from grpo_mp.checkpoint.run_state import ROLLOUTS, check_same_data, resumable_checkpoints
 from grpo_mp.config import Settings, dump_settings, load_settings, show_settings
-from grpo_mp.data.sets import overlap_warnings
 from grpo_mp.distributed.coordinates import data_parallel_size
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.distributed.process_groups import broadcast
 from grpo_mp.evaluate import open_engines
+from grpo_mp.monitor.evaluation import read_scores, step_file
 from grpo_mp.monitor.samples import SHOWN_SAMPLES
 from grpo_mp.policy.critic import check_critic
 from grpo_mp.policy.trained_model import UpdateReport
@@ -43,6 +42,7 @@ from grpo_mp.trainer.preflight import (
     check_engines,
     check_export,
     check_place,
+    data_warnings,
     load_extensions,
     make_scorer,
     make_teacher,
@@ -309,14 +309,13 @@ def read_inputs(settings: Settings, world_size: int, ranks_per_node: int, dump: 
         raise UserError(problem)
     train.check_size("rollout.prompts_per_step", rollout.prompts_per_step, "prompts", settings.data.train)
     distillation = settings.algorithm.distillation
-    served = served_models(settings.reward, distillation)
+    served = served_models(settings.reward, distillation.teacher if distillation else None)
     check_served_models(served, model, settings.max_request_tokens, tokenizer, world_size, ranks_per_node)
     scorer = make_scorer(settings.reward, rollout, settings.run.steps, settings.data.set_weights, tokenizer=tokenizer)
     teacher, unasked = make_teacher(distillation, hf, tokenizer)
     warnings = (
         *scorer.warnings,
-        *(sentence for prompts in (train, *evals.values()) for sentence in prompts.warnings),
-        *overlap_warnings(train, evals),
+        *data_warnings(train, evals),
         *start_warnings(settings.algorithm, rollout, fp8 or engine.has_fp8_cache),
         *unasked,
     )

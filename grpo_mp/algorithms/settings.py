@@ -236,17 +236,16 @@ class AlgorithmConfig(Section):
             raise ValueError(found[0])
         return self
 
+    def needs_old_logprobs(self, updates: int) -> bool:
+        """Return whether a step computes the policy's logprobs before the first of its `updates`.
 
-def needs_old_logprobs(algorithm: AlgorithmConfig, updates: int) -> bool:
-    """Return whether a step computes the policy's logprobs before the first of its `updates`.
-
-    Several updates or a KL in the reward need them, unless `old_logprobs: engine` takes the engine's. The entropy mask
-    always needs this forward, because engines return no entropies.
-    """
-    if algorithm.entropy.top_quantile < 1:
-        return True
-    kl_in_reward = algorithm.kl.coef > 0 and algorithm.kl.apply_to == "reward"
-    return algorithm.old_logprobs == "recomputed" and (updates > 1 or kl_in_reward)
+        Several updates or a KL in the reward need them, unless `old_logprobs: engine` takes the engine's. The entropy
+        mask always needs this forward, because engines return no entropies.
+        """
+        if self.entropy.top_quantile < 1:
+            return True
+        kl_in_reward = self.kl.coef > 0 and self.kl.apply_to == "reward"
+        return self.old_logprobs == "recomputed" and (updates > 1 or kl_in_reward)
 
 
 def contradictions(algorithm: AlgorithmConfig) -> list[str]:

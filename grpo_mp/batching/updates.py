@@ -12,11 +12,6 @@ from grpo_mp.batching.shared_prompts import SamplePrompt, make_units, unpack_uni
 from grpo_mp.config.sections import LayoutConfig, TrainingConfig
 from grpo_mp.utils.types import MicroBatch, PerToken, Sample
 
-FP8_ROWS = 16  # Megatron's get_fp8_align_size of the blockwise recipe
-# With tensor parallelism, multiples of 128 keep the 128-token tiles equal before and after the all-gather, so that
-# Transformer Engine gathers FP8 values instead of bfloat16.
-GATHERED_FP8_ROWS = 128
-
 
 @dataclass(frozen=True)
 class PackingRule:
@@ -129,19 +124,8 @@ def packing_rule(
     layout: LayoutConfig, training: TrainingConfig, dp_size: int, hidden_size: int, with_mtp: bool = False
 ) -> PackingRule:
     """Return the packing rule of a run, from its settings."""
-    multiple = padding_multiple(layout, training)
+    multiple = training.padding_multiple(layout)
     return PackingRule(layout, dp_size, training.max_tokens_per_microbatch, hidden_size, multiple, with_mtp)
-
-
-def padding_multiple(layout: LayoutConfig, training: TrainingConfig) -> int:
-    """Return the number of tokens that divides every micro-batch; 1 without FP8.
-
-    FP8 products need a multiple of a fixed number of rows on each rank.
-    """
-    if not training.fp8_format:
-        return 1
-    rows = GATHERED_FP8_ROWS if layout.tensor > 1 else FP8_ROWS
-    return rows * layout.tensor * layout.context
 
 
 def microbatches(

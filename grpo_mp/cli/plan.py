@@ -11,8 +11,6 @@ from pathlib import Path
 from rich.console import Console
 
 from grpo_mp.config import Settings, is_pipeline, load_any_settings
-from grpo_mp.config.sections import LayoutConfig, TrainingConfig
-from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.clusters import cluster_names, read_cluster
 from grpo_mp.planner.model_configs import find_config
 from grpo_mp.utils.errors import UserError
@@ -36,9 +34,10 @@ def main(arguments: Sequence[str]) -> int:
         console.print(f"its multi-token-prediction layer is not part of the policy: it {counted}")
 
     # torch is slow to import; the help and the errors above do not need it.
-    from grpo_mp.planner.job import make_job
+    from grpo_mp.planner.job import check_megatron_args, make_job
     from grpo_mp.planner.plan import check_fits, make_plan
     from grpo_mp.planner.show import show_plan
+    from grpo_mp.platform import prepare
     from grpo_mp.rollout.engine_args import check_arguments
     from grpo_mp.utils.log import log_to_terminal
 
@@ -48,21 +47,11 @@ def main(arguments: Sequence[str]) -> int:
         check_arguments(settings.engine.args)
     job = make_job(settings, hf, *machines)
     if find_spec("megatron"):
-        _check_megatron_args(settings.layout, settings.training, settings.model.dtype, job.hf)
+        prepare()
+        check_megatron_args(job)
     plan = make_plan(job)
     show_plan(plan, console)
     return 0 if check_fits(plan).fits else DOES_NOT_FIT
-
-
-def _check_megatron_args(layout: LayoutConfig, training: TrainingConfig, dtype: str, hf: HfConfig) -> None:
-    """Raise UserError if Megatron rejects the settings."""
-    from grpo_mp.platform import prepare
-
-    prepare()
-    from grpo_mp.policy.megatron_config import check_overrides, transformer_config
-
-    check_overrides(training.megatron_args)
-    transformer_config(layout, training, dtype, hf)
 
 
 def _parser() -> Parser:

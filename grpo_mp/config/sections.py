@@ -14,6 +14,10 @@ DEFAULT_DTYPE = "bfloat16"  # model.dtype on GPUs
 PauseMode = Literal["retract", "in_place"]
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 RolloutName = Annotated[str, AfterValidator(ROLLOUT_FUNCTIONS.check_name)]
+FP8_ROWS = 16  # Megatron's get_fp8_align_size of the blockwise recipe
+# With tensor parallelism, multiples of 128 keep the 128-token tiles equal before and after the all-gather, so that
+# Transformer Engine gathers FP8 values instead of bfloat16.
+GATHERED_FP8_ROWS = 128
 
 
 class RunConfig(Section):
@@ -340,6 +344,16 @@ class TrainingConfig(Section):
     )
     logprob_chunk_tokens: int = Field(1024, gt=0, description="tokens whose logits are computed at a time")
     megatron_args: dict[str, Any] = Field({}, description="any field of Megatron's configs, checked by name")
+
+    def padding_multiple(self, layout: LayoutConfig) -> int:
+        """Return the number of tokens that divides every micro-batch; 1 without FP8.
+
+        FP8 products need a multiple of a fixed number of rows on each rank.
+        """
+        if not self.fp8_format:
+            return 1
+        rows = GATHERED_FP8_ROWS if layout.tensor > 1 else FP8_ROWS
+        return rows * layout.tensor * layout.context
 
 
 class SyncConfig(Section):

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from grpo_mp.algorithms.registries import needs_correctness
-from grpo_mp.algorithms.settings import AlgorithmConfig, KLConfig, needs_old_logprobs
+from grpo_mp.algorithms.settings import AlgorithmConfig, KLConfig
 from grpo_mp.config.data_sections import DataConfig, EvalSetConfig, SampleConfig
 from grpo_mp.config.sections import (
     CriticConfig,
@@ -69,7 +69,7 @@ class Settings(TrainerSettings):
         yield from self._episode_problems()
 
     def _replay_problems(self) -> Iterator[str]:
-        needed = needs_old_logprobs(self.algorithm, self.optimizer_steps_per_step)
+        needed = self.algorithm.needs_old_logprobs(self.optimizer_steps_per_step)
         if self.training.router_replay == "R2" and not needed:
             yield (
                 "training.router_replay=R2 replays the experts of the old-logprob pass, which this run does not make "

@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from grpo_mp.algorithms.evaluation import Estimate, EvalScore
+from grpo_mp.monitor.evaluation import Estimate, EvalScore
 from grpo_mp.monitor.metrics import metric_name
 from grpo_mp.utils.phases import Phase
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_mp.algorithms.evaluation import EvalScore, read_scores
 from grpo_mp.checkpoint.run_state import METRICS, SETTINGS
+from grpo_mp.monitor.evaluation import EvalScore, read_scores
 from grpo_mp.monitor.samples import STEP_FILE, evenly_spaced
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.reading import check_regular, read_yaml, refuse_unreadable

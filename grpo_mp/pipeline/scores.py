@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from grpo_mp.algorithms.evaluation import EvalScore, read_scores
+from grpo_mp.monitor.evaluation import EvalScore, read_scores
 from grpo_mp.pipeline.stages import EVALUATE, StageJob
 from grpo_mp.utils.files import write_atomically
 

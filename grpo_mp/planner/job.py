@@ -272,6 +272,15 @@ class PlannedJob:
         return pack_update(responses, self.prompt_tokens, rollout.group_size * training.share_prompts, rule)
 
 
+def check_megatron_args(job: PlannedJob) -> None:
+    """Raise UserError if Megatron, which must be installed and prepared, rejects the settings."""
+    from grpo_mp.policy.megatron_config import check_overrides, transformer_config
+
+    own = job.settings
+    check_overrides(own.training.megatron_args)
+    transformer_config(own.layout, own.training, own.model.dtype, job.hf)
+
+
 def make_job(
     settings: Settings | SftSettings,
     hf: HfConfig,

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from grpo_mp.algorithms.settings import needs_old_logprobs
 from grpo_mp.planner.engine_use import check_use, generation_use, save_moves_use, sleep_use, sync_use
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.memory import (
@@ -74,7 +73,7 @@ def _rollout_uses(job: PlannedJob, memory: MemoryPlan) -> dict[SubPhase, Resourc
     per_parameter = job.per_parameter
     stage = job.largest_stage
     algorithm = job.settings.algorithm
-    passes = needs_old_logprobs(algorithm, job.settings.optimizer_steps_per_step) + bool(algorithm.kl.coef)
+    passes = algorithm.needs_old_logprobs(job.settings.optimizer_steps_per_step) + bool(algorithm.kl.coef)
     swap = 4 * job.policy_trained_counts[stage].total * per_parameter.weights * job.has_reference
     weights = 2 * job.held_weight_bytes[stage] * job.offloads
     moves = job.offloads and job.optimizer_offload == "step"

@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_mp.algorithms.values import ValueLoss
 from grpo_mp.checkpoint.hf_reader import HfReader, check_model
 from grpo_mp.config import TrainerSettings
 from grpo_mp.distributed.layout import check_layout, critic_layout, model_shape, sets_pipeline_layout
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.value_head import STORED_HEAD, VALUE_HEAD, critic_config, critic_params, is_classifier
+from grpo_mp.policy.forward import OutputLoss
 from grpo_mp.policy.gated_delta_net import check_gated_delta_nets
 from grpo_mp.policy.megatron_config import transformer_config
 from grpo_mp.policy.model import ValueModel
@@ -54,10 +54,10 @@ class Critic(TrainedModel):
         """
         return self._outputs(_without_replay(microbatches))
 
-    def compute_gradients(self, microbatches: Sequence[MicroBatch], loss: ValueLoss) -> list[Any]:
+    def compute_gradients(self, microbatches: Sequence[MicroBatch], loss: OutputLoss) -> list[Any]:
         return self._gradients(_without_replay(microbatches), loss)
 
-    def update(self, microbatches: Sequence[MicroBatch], loss: ValueLoss) -> UpdateReport:
+    def update(self, microbatches: Sequence[MicroBatch], loss: OutputLoss) -> UpdateReport:
         return self._step(self.compute_gradients(microbatches, loss))
 
 

@@ -8,7 +8,6 @@ from typing import Any
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from grpo_mp.batching.updates import padding_multiple
 from grpo_mp.config import TrainerSettings
 from grpo_mp.distributed.coordinates import tensor_part, tp_size
 from grpo_mp.distributed.process_groups import Parallel
@@ -84,7 +83,7 @@ class TrainedModel:
             total_updates=settings.total_updates,
             chunks=self.chunks,
         )
-        self.padding_multiple = padding_multiple(settings.layout, settings.training)
+        self.padding_multiple = settings.training.padding_multiple(settings.layout)
         self._skip_grad_norm = settings.optimizer.skip_grad_norm or math.inf
 
     def _add_adapters(self, models: list[PolicyModel]) -> None:

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from grpo_mp import platform
-from grpo_mp.algorithms.distillation_settings import DistillationConfig
 from grpo_mp.checkpoint.hf_reader import has_hf_weights
 from grpo_mp.config.sections import ModelConfig
 from grpo_mp.distributed.process_groups import all_gather
@@ -134,11 +133,11 @@ class RewardServers:
         self._loop.close()
 
 
-def served_models(reward: RewardConfig | None, distillation: DistillationConfig | None) -> dict[str, ServedModelConfig]:
-    """Return the models that the job serves: the reward models of `reward` by name, and the teacher as TEACHER."""
+def served_models(reward: RewardConfig | None, teacher: ServedModelConfig | None) -> dict[str, ServedModelConfig]:
+    """Return the models that the job serves: the reward models of `reward` by name, and `teacher` as TEACHER."""
     models: dict[str, ServedModelConfig] = {**reward.own_models} if reward else {}
-    if distillation and distillation.teacher.folder:
-        models[TEACHER] = distillation.teacher
+    if teacher and teacher.folder:
+        models[TEACHER] = teacher
     return models
 
 

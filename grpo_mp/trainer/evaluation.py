@@ -6,13 +6,13 @@ from itertools import count
 
 import torch.distributed as dist
 
-from grpo_mp.algorithms.evaluation import EvalScore, Votes, score_eval_set
 from grpo_mp.batching.exchange import all_gather_sample_info, gather_groups
 from grpo_mp.batching.group_selection import AdmissionRule
 from grpo_mp.config.data_sections import EvalSetConfig
 from grpo_mp.data.prompts import PromptSet
 from grpo_mp.distributed.peers import watching_peers
 from grpo_mp.distributed.process_groups import all_gather
+from grpo_mp.monitor.evaluation import EvalScore, Votes, score_eval_set
 from grpo_mp.monitor.metrics import metric_name
 from grpo_mp.monitor.samples import SHOWN_SAMPLES, evenly_spaced, samples_to_markdown
 from grpo_mp.rewards.scorer import RewardStats, Scorer, sum_stats

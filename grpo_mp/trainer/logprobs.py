@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
-from grpo_mp.algorithms.settings import AlgorithmConfig, needs_old_logprobs
+from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.batching.step_batch import (
     StepBatch,
     UpdateBatches,
@@ -40,7 +40,7 @@ def compute_logprobs(
     record_routing = training.router_replay == "R2"  # updates replay the experts of the pass for old logprobs
     kl, parallel = algorithm.kl, policy.parallel
     updates = [list(update) for update in batch.updates]
-    if needs_old_logprobs(algorithm, len(updates) * training.epochs):
+    if algorithm.needs_old_logprobs(len(updates) * training.epochs):
         top_quantile = algorithm.entropy.top_quantile
         for number, update in enumerate(updates):
             outputs, batches = policy.record_routing(update) if record_routing else (policy.logprobs(update), update)

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from grpo_mp.algorithms.distillation_settings import DistillationConfig
-from grpo_mp.algorithms.evaluation import EvalScore
 from grpo_mp.algorithms.loss_metrics import MAXIMA, SUMS, merge_reports
 from grpo_mp.algorithms.values import LOSS_SUMS, RETURN_SUMS, return_sums, value_metrics
 from grpo_mp.batching.step_batch import StepBatch, student_logprobs
 from grpo_mp.distributed.process_groups import Parallel, all_gather
+from grpo_mp.monitor.evaluation import EvalScore
 from grpo_mp.monitor.metrics import metric_name
 from grpo_mp.policy.multi_token_prediction import MtpLoss
 from grpo_mp.policy.routing_replay import RoutingReplay

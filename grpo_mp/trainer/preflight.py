@@ -1,7 +1,7 @@
 """Check settings, files and data of a job and read its inputs before process groups exist; checks raise UserError."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from grpo_mp.config.sections import (
     TrainingConfig,
 )
 from grpo_mp.data.prompts import PromptReader, PromptSet, load_eval_prompts, load_train_prompts
+from grpo_mp.data.sets import DataSet, Item, overlap_warnings
 from grpo_mp.distributed.coordinates import tp_size
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.models.families import family_of
@@ -198,6 +199,13 @@ def check_export(run: RunConfig, model: ModelConfig) -> None:
             f"{final}: the export would take the place of model.path: choose another run.folder, or set "
             "run.export=false"
         )
+
+
+def data_warnings(train: DataSet[Item], evals: Mapping[str, DataSet[Item]]) -> Iterator[str]:
+    """Yield sentences about rows that are left out, and about eval problems that are also in the train data."""
+    for data in (train, *evals.values()):
+        yield from data.warnings
+    yield from overlap_warnings(train, evals)
 
 
 def start_warnings(algorithm: AlgorithmConfig, rollout: RolloutConfig, fp8: bool) -> list[str]:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from grpo_mp.algorithms.distillation_settings import DistillationConfig
-from grpo_mp.algorithms.evaluation import step_file, write_scores
 from grpo_mp.batching.exchange import gather_groups
 from grpo_mp.batching.step_batch import StepBatch
 from grpo_mp.checkpoint.run_state import METRICS, TrainState
 from grpo_mp.distributed.process_groups import Parallel, all_gather
+from grpo_mp.monitor.evaluation import step_file, write_scores
 from grpo_mp.monitor.loggers import Logger, MakeLogger, open_loggers, write_metrics
 from grpo_mp.monitor.metrics import metric_name
 from grpo_mp.monitor.progress import Progress

@@ -12,7 +12,6 @@ from grpo_mp.batching.updates import (
     UpdatePlan,
     alignment,
     microbatches,
-    padding_multiple,
     plan_updates,
 )
 from grpo_mp.config.sections import LayoutConfig, TrainingConfig
@@ -168,8 +167,8 @@ def test_microbatches_in_fp8_have_whole_rows_of_each_rank(layout: LayoutConfig) 
     """With the same samples, in micro-batches as before, and a dummy one, which is padded, too."""
     training = TrainingConfig(fp8_format="e4m3")
     rows = 128 if layout.tensor > 1 else 16
-    multiple = padding_multiple(layout, training)
-    assert (multiple, padding_multiple(layout, TrainingConfig())) == (rows * layout.tensor * layout.context, 1)
+    multiple = training.padding_multiple(layout)
+    assert (multiple, TrainingConfig().padding_multiple(layout)) == (rows * layout.tensor * layout.context, 1)
     samples = make_samples(5, seed=3)
     lengths = [sample.total_tokens for sample in samples]
     plans = (plan_updates(lengths, 2, PackingRule(layout, 2, MAX_TOKENS, HIDDEN, each)) for each in (1, multiple))

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from grpo_mp.algorithms.evaluation import EvalScore, read_scores
+from grpo_mp.monitor.evaluation import EvalScore, read_scores
 from tests.bench.quickstart_run import grpo_mp, make_task
 
 CONFIG, SET, STEM = Path("configs/tiny_r1_pipeline.yaml"), "arithmetic", "runs/tiny_r1_seed"

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from grpo_mp.algorithms.evaluation import Estimate, EvalScore
 from grpo_mp.config import load_pipeline, load_settings
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.monitor.evaluation import Estimate, EvalScore
 from grpo_mp.pipeline.stages import make_jobs
 from grpo_mp.planner.clusters import Efficiency
 from grpo_mp.planner.memory import SubPhase

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_mp.algorithms.evaluation import majority, mean_over_problems, pass_at_k
+from grpo_mp.monitor.evaluation import majority, mean_over_problems, pass_at_k
 
 RIGHT, NONE = "right", None
 ANSWERS = st.lists(st.sampled_from([RIGHT, "a", "b", "c", NONE]), min_size=1, max_size=9)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mp.algorithms.evaluation import (
+from grpo_mp.monitor.evaluation import (
     Estimate,
     EvalScore,
     Votes,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from grpo_mp.algorithms.evaluation import Estimate, EvalScore
+from grpo_mp.monitor.evaluation import Estimate, EvalScore
 from grpo_mp.monitor.progress import Progress
 
 SCALARS = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from grpo_mp.algorithms.evaluation import EvalScore, step_file, write_scores
+from grpo_mp.monitor.evaluation import EvalScore, step_file, write_scores
 from grpo_mp.monitor.samples import (
     drop_later_files,
     sample_lines,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from grpo_mp.algorithms.evaluation import Estimate, EvalScore
 from grpo_mp.config import load_pipeline
+from grpo_mp.monitor.evaluation import Estimate, EvalScore
 from grpo_mp.pipeline import runner
 from grpo_mp.pipeline.runner import Pipeline
 from grpo_mp.pipeline.scores import score_table

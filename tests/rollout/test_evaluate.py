@@ -8,12 +8,12 @@ from typing import Any, cast
 import torch.distributed as dist
 from transformers import AutoTokenizer
 
-from grpo_mp.algorithms.evaluation import score_eval_set
 from grpo_mp.batching.exchange import sample_infos
 from grpo_mp.batching.group_selection import AdmissionRule
 from grpo_mp.config import load_settings
 from grpo_mp.distributed.process_groups import Job
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.monitor.evaluation import score_eval_set
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rollout.client import EngineOutput
 from grpo_mp.rollout.rollout import Rollout, RolloutParts, base_spec

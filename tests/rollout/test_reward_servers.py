@@ -34,7 +34,7 @@ def settings(reward: dict[str, Any], **sections: Any) -> Settings:
 
 
 def check(chosen: Settings, tiny_run: TinyRun, world_size: int, ranks_per_node: int) -> None:
-    models = served_models(chosen.reward, chosen.algorithm.distillation)
+    models = served_models(chosen.reward, chosen.algorithm.distillation and chosen.algorithm.distillation.teacher)
     tokenizer = AutoTokenizer.from_pretrained(tiny_run.model)
     check_served_models(models, chosen.model, chosen.max_request_tokens, tokenizer, world_size, ranks_per_node)
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from pyarrow import parquet
 
-from grpo_mp.algorithms.evaluation import pass_at_k
 from grpo_mp.config.sft_settings import ChatDataConfig
 from grpo_mp.data.chat_data import read_chat
 from grpo_mp.data.prompts import read_pass_rates
 from grpo_mp.data.rows import read_rows
+from grpo_mp.monitor.evaluation import pass_at_k
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.dump import FACTS
 from grpo_mp.rollout.journal import GroupJournal

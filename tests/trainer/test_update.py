@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_mp.algorithms.settings import needs_old_logprobs
 from grpo_mp.checkpoint.run_state import TrainState, checkpoint_folder, latest_checkpoint, write_manifest
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.distributed.process_groups import Parallel
@@ -87,7 +86,7 @@ def test_old_logprobs_of_the_engine_cost_no_forward_pass(
     updates = trainer.compute_logprobs()
     reference = batches if trainer.policy.reference else 0
     assert forward_passes == reference + (batches if passes else 0)
-    assert needs_old_logprobs(trainer.settings.algorithm, 2) is passes
+    assert trainer.settings.algorithm.needs_old_logprobs(2) is passes
     if trainer.policy.reference:  # the KL in the reward is that of the engine's own probabilities
         assert not torch.equal(updates[0][0].advantages, trainer.batch.updates[0][0].advantages)
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from grpo_mp.algorithms.evaluation import Estimate
 from grpo_mp.monitor.curves import CURVES, Curve
+from grpo_mp.monitor.evaluation import Estimate
 from grpo_mp.monitor.report.charts import Chart, Series
 from grpo_mp.monitor.run_folder import RunRecords
 from grpo_mp.utils.phases import GIB

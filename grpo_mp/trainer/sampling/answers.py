@@ -10,9 +10,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from grpo_mp.algorithms.evaluation import score_eval_set
 from grpo_mp.batching.exchange import sample_infos
 from grpo_mp.data.prompts import Schemas
+from grpo_mp.monitor.evaluation import score_eval_set
 from grpo_mp.rewards.scorer import RewardStats, sum_stats
 from grpo_mp.rollout.dump import FACTS, TOKENS, open_parquet
 from grpo_mp.rollout.journal import Record, best_records, load, read_records
