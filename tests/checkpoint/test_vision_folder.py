@@ -28,6 +28,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = Qwen3_5MoeConfig(text_config=TEXT, vision_config=VISION)
     model = AutoModelForImageTextToText.from_config(config)
     model.save_pretrained(folder)
+    # transformers leaves out the interval, which published folders have.
+    values = json.loads((folder / "config.json").read_text())
+    values["text_config"]["full_attention_interval"] = TEXT["full_attention_interval"]
+    (folder / "config.json").write_text(json.dumps(values))
     make_tokenizer(["apples"]).save_pretrained(folder)
     tensors = {
         name: tensor for name, tensor in load_file(folder / "model.safetensors").items() if ".experts." not in name

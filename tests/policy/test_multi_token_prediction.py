@@ -89,7 +89,7 @@ def test_qwen_counts_its_layer_by_another_key_or_not_at_all(tmp_path: Path) -> N
         transformer_config(LayoutConfig(), TrainingConfig(), "float32", none)
     assert transformer_config(LayoutConfig(), TrainingConfig(), "float32", counted).mtp_num_layers == 1
     assert published_config("qwen3-next-80b-a3b").mtp_layers == 1
-    kinds = {"layer_types": ["full_attention", "linear_attention"] * 2}
+    kinds = {"full_attention_interval": 3, "layer_types": None}
     with pytest.raises(UserError, match=r"the last of layer_types is linear_attention"):
         transformer_config(LayoutConfig(), TrainingConfig(), "float32", replace(counted, values=counted.values | kinds))
 
