@@ -102,7 +102,8 @@ def read_command(args: argparse.Namespace) -> EngineJob:
 def read_engine_job(args: argparse.Namespace, command: str) -> EngineJob:
     """Return the job that the parsed arguments describe; results go to --out, by default RUN/`command`/MODEL."""
     settings = load_settings(args.config, args.overrides, trains=False, dtype=platform.default_dtype())
-    checkpoint, model = args.checkpoint, args.model or settings.model.path
+    checkpoint = args.checkpoint
+    model = args.model or settings.model.path
     if checkpoint:
         if not (checkpoint / MANIFEST).is_file():
             raise UserError(f"{checkpoint}: incomplete checkpoint, {MANIFEST} is missing: give RUN/checkpoints/step_N")
@@ -117,8 +118,11 @@ def read_engine_job(args: argparse.Namespace, command: str) -> EngineJob:
 
 def read_inputs(job: EngineJob, world_size: int, ranks_per_node: int) -> RunInputs:
     """Check a job that only generates and read its inputs. It answers the eval sets or, without any, the train set."""
-    settings, evaluates = job.settings, bool(job.settings.data.eval)
-    model, rollout, reward = settings.model, settings.rollout, settings.reward
+    settings = job.settings
+    evaluates = bool(job.settings.data.eval)
+    model = settings.model
+    rollout = settings.rollout
+    reward = settings.reward
     check_place(settings.run, settings.monitor, job.resolved)
     hf, tokenizer = read_model(model, settings.layout, settings.training, world_size * job.needs_policy)
     fp8 = check_engines(settings.engine, rollout, hf, world_size, ranks_per_node=ranks_per_node)
@@ -217,7 +221,9 @@ def open_engines(
     `greet`: returns the first line of the job, from its ranks and the last step of the checkpoint that it resumes;
     `builds_policy`: False: engines load the weights of `model.path`.
     """
-    run, model, engine = settings.run, settings.model, settings.engine
+    run = settings.run
+    model = settings.model
+    engine = settings.engine
     limit_s = settings.monitor.phase_timeout_s
     with (
         join_run(run, limit_s, dump_settings(settings), find_checkpoints, engine.ranks) as (job, resumed),
@@ -259,7 +265,10 @@ def open_engines(
 
 def connect_engines(settings: Settings, inputs: RunInputs, engines: Engines) -> None:
     """Plan how the policy's weights reach the engines, and how the engines are checked."""
-    policy, job, rollout, recovery = engines.policy, engines.job, engines.rollout, engines.recovery
+    policy = engines.policy
+    job = engines.job
+    rollout = engines.rollout
+    recovery = engines.recovery
     shards = PolicyShards.of_policy(policy) if policy else PolicyShards.none(inputs.hf, settings.layout)
     sync = build_weight_sync(settings.engine, settings.model, settings.sync, shards, rollout, job)
     in_fp8 = sync.resharder.wire.fp8 or settings.training.fp8_format or settings.engine.has_fp8_cache

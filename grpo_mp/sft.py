@@ -140,7 +140,8 @@ def evaluate(ctx: SftContext) -> dict[str, float]:
 
 def read_inputs(settings: SftSettings, world_size: int) -> SftInputs:
     """Check settings against model, files and layout, and read the data."""
-    run, model = settings.run, settings.model
+    run = settings.run
+    model = settings.model
     make_loggers = load_loggers(settings.monitor.loggers)
     check_place(run, settings.monitor, dump_settings(settings))
     hf, tokenizer = read_model(model, settings.layout, settings.training, world_size)
@@ -158,7 +159,8 @@ def read_inputs(settings: SftSettings, world_size: int) -> SftInputs:
 @contextmanager
 def open_context(settings: SftSettings, inputs: SftInputs) -> Iterator[SftContext]:
     """Open an SFT job: build the policy and resume; the settings of the context have `run.epochs` as `run.steps`."""
-    limit_s, size = settings.monitor.phase_timeout_s, inputs.train.epoch_size
+    limit_s = settings.monitor.phase_timeout_s
+    size = inputs.train.epoch_size
     resolved = dump_settings(settings.with_steps(size))
     find_checkpoints = partial(resumable_checkpoints, settings.run.folder, inputs.train.digest)
     with ExitStack() as stack:

@@ -284,7 +284,10 @@ def show_scores(ctx: TrainContext) -> None:
 
 def read_inputs(settings: Settings, world_size: int, ranks_per_node: int, dump: Path | None = None) -> RunInputs:
     """Check an RL run and read its inputs. `dump`: folder of a replay, which has neither engines nor prompts."""
-    model, rollout, run, engine = settings.model, settings.rollout, settings.run, settings.engine
+    model = settings.model
+    rollout = settings.rollout
+    run = settings.run
+    engine = settings.engine
     extensions = load_extensions(settings.algorithm, settings.monitor.loggers)
     check_place(run, settings.monitor, dump_settings(settings))
     trainers = world_size - engine.ranks

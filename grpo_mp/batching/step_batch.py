@@ -33,7 +33,7 @@ UpdateBatches = list[list[MicroBatch]]
 
 @dataclass(frozen=True)
 class StepBatch:
-    """Infos of all sequences of the step, and this rank's micro-batches of each update.
+    """Statistics of all sequences of the step (SampleInfo), and this rank's micro-batches of each update.
 
     A sample is one sequence, except for an episode that forked into several. The episode's advantage applies to all
     tokens of its sequences, and the loss weights these tokens as one response.
@@ -69,7 +69,10 @@ def assemble_step_batch(
     `groups`: from this rank's engine; with routing replay R3 their experts are removed. `infos`: of the full step,
     equal on every rank. `step`: seeds the shuffle.
     """
-    rule, algorithm, rollout, parallel = assembly.rule, assembly.algorithm, assembly.rollout, assembly.parallel
+    rule = assembly.rule
+    algorithm = assembly.algorithm
+    rollout = assembly.rollout
+    parallel = assembly.parallel
     by_sample = estimate_advantages(assembly.estimator, infos, algorithm.advantage, weights=assembly.reward_weights)
     advantages = _by_sequence(by_sample, [[part.response_tokens for part in info.sequences] for info in infos])
     masks_failed = rollout.failed == "mask"

@@ -219,7 +219,7 @@ def _save(file: Path, tensors: list[tuple[str, Tensor]]) -> None:
 
 @dataclass(frozen=True)
 class _Format:
-    """Functions that read what a part stores of one name, and that write a part."""
+    """The two functions of a file format: one loads the tensors stored under a name, the other writes a part."""
 
     load: Callable[[str], list[Any]]
     save: Callable[[Path, list[Any]], None]

@@ -155,7 +155,8 @@ def _passes_of_an_epoch(job: PlannedJob, products: ResourceUse) -> ResourceUse:
     use = _traffic_use(job) + _traffic_use(job, gathers=1.5, ring=2.0)
     if recomputes:
         use += _traffic_use(job, between_stages=0.0)
-    model, learns_ahead = job.model, job.hf.trains_mtp
+    model = job.model
+    learns_ahead = job.hf.trains_mtp
     ahead = mtp_flops_per_token(model, job.hf, job.attention_context)
     ahead += learns_ahead * waiting_flops_per_token(model, job.settings.layout) / model.num_layers
     use += (products + ResourceUse(flops=ahead * tokens)).scaled(3 + recomputes)

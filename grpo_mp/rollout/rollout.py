@@ -197,7 +197,8 @@ class Rollout:
             launched: Future[LaunchedGroups] = Future()
             launched.set_result(task.carried)
             return launched
-        config, rule = self._engine_config, stream.rule
+        config = self._engine_config
+        rule = stream.rule
         groups_per_engine = -(-(rule.launched + rule.lookahead) // len(self.host_ranks))
         max_in_flight = max(1, min(config.concurrent_groups, groups_per_engine))
         limit_s = self._config.group_timeout_s

@@ -138,7 +138,8 @@ def build_critic(settings: TrainerSettings, parallel: Parallel, checkpoint: Path
 @contextmanager
 def starting(monitors: Monitors, limit_s: float) -> Iterator[None]:
     """Run the body, which builds models and starts engines, as the start of the job."""
-    watchdog, progress = monitors.watchdog, monitors.progress
+    watchdog = monitors.watchdog
+    progress = monitors.progress
     with watchdog.phase(START, limit_s), progress.phase(START), explain_out_of_memory(watchdog.rank, START, dict):
         yield
 

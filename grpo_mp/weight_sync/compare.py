@@ -28,7 +28,7 @@ DECODED_TOKENS = 16  # that an engine generates after each text
 class CheckReport:
     """Mean and largest |logprob difference| of engine and policy over `tokens` tokens [nats], and the mean's limit.
 
-    `decoding`: the mean, if the tokens are those that the engine generated, compared with its own prefill, else 0.
+    `decoding`: the mean, if the report compares an engine's decoding with its own prefill; otherwise 0.
     `tokens` is 0 if no engine was compared.
     """
 
