@@ -69,6 +69,7 @@ FAMILIES = {
     "deepseek_v3": Family("DeepseekV3ForCausalLM", deepseek.v3_config, deepseek.v3_rules),
     "kimi_k2": Family("DeepseekV3ForCausalLM", deepseek.v3_config, deepseek.v3_rules, transformers_type="deepseek_v3"),
     "glm4_moe": Family("Glm4MoeForCausalLM", glm4_moe.config, glm4_moe.rules, glm4_moe.rotary),
+    "glm4_moe_lite": Family("Glm4MoeLiteForCausalLM", glm4_moe.lite_config, deepseek.v3_rules),
 }
 MODEL_FAMILIES: Registry[Family] = Registry("model family", FAMILIES, instance=Family)
 # Model types that transformers knows by another name.

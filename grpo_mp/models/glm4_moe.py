@@ -1,8 +1,11 @@
-"""GLM-4.5: grouped-query attention with rotary embedding on half of each head, sigmoid routing, shared experts."""
+"""GLM-4.5: grouped-query attention with rotary embedding on half of each head, sigmoid routing, shared experts.
+
+GLM-4.7-Flash (`glm4_moe_lite`) has the layers of DeepSeek-V3 instead.
+"""
 
 from typing import Any
 
-from grpo_mp.models import blocks, gqa, multi_token_prediction, shared_experts
+from grpo_mp.models import blocks, deepseek, gqa, multi_token_prediction, shared_experts
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Rule
 
@@ -33,6 +36,21 @@ def rules(hf: HfConfig) -> list[Rule]:
 def rotary(hf: HfConfig) -> dict[str, Any]:
     """Return the rotary arguments of Megatron's GPTModel."""
     return gqa.rotary(hf, percent=0.5)
+
+
+def lite_config(hf: HfConfig) -> dict[str, Any]:
+    """Return the Megatron settings of GLM-4.7-Flash (fields of MLATransformerConfig)."""
+    hf.expect("partial_rotary_factor", 1.0)
+    if hf.rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise hf.error("partial_rotary_factor of rope_parameters is not supported, only 1.0")
+    dense, layers = hf.int("first_k_dense_replace"), hf.int("num_hidden_layers")
+    listed = ["dense"] * dense + ["sparse"] * (layers - dense)
+    if hf.get("mlp_layer_types", listed) not in (None, listed):
+        raise hf.error(
+            f"mlp_layer_types, which transformers reads, and first_k_dense_replace={dense}, which engines read, "
+            "contradict each other: set both as the weights have them"
+        )
+    return deepseek.v3_config(hf)
 
 
 def _attention_options(hf: HfConfig) -> dict[str, bool]:

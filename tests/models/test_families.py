@@ -36,6 +36,7 @@ def test_an_unknown_model_type_names_the_nearest(model_type: str, nearest: str, 
         ("qwen3", "attention_bias", True),
         ("mixtral", "sliding_window", 4096),
         ("kimi_k2", "norm_topk_prob", False),
+        ("glm4_moe_lite", "partial_rotary_factor", 0.5),
     ],
 )
 def test_unsupported_values_are_refused(family: str, key: str, value: Any, make_hf: MakeHf) -> None:
@@ -51,6 +52,12 @@ def test_unsupported_values_are_refused(family: str, key: str, value: Any, make_
         ("llama", {"rope_scaling": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor=2.0 of llama3's rope scaling"),
         ("deepseek_v3", {"rope_scaling": YARN | {"attention_factor": 1.5}}, "attention_factor=1.5 of yarn"),
         ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor of the rope .* missing"),
+        (
+            "glm4_moe_lite",
+            {"mlp_layer_types": ["dense"] * 3},
+            "mlp_layer_types, .* first_k_dense_replace=1, .* set",
+        ),
+        ("glm4_moe_lite", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor of rope_param"),
         ("kimi_k2", {"rope_scaling": YARN | {"mscale": None}}, "mscale_all_dim but without mscale .*: set both"),
     ],
 )

@@ -24,6 +24,7 @@ from tests.parallel.inputs import (
     reference_logprobs,
     returns_of,
 )
+from tools.tiny.models import count_mtp_layer
 
 # Parts of a multi-token-prediction layer beside its decoder layer: DeepSeek's name -> Qwen's.
 NAMES = {
@@ -118,10 +119,9 @@ class MtpLayer(torch.nn.Module):
         in_decoder = self.block_prefix = f"model.layers.{config.num_hidden_layers}."
         self.names, self.centre = {name: f"{in_decoder}{name}.weight" for name in NAMES}, 0.0
         if "linear_attention" in (getattr(config, "layer_types", None) or ()):
-            config.layer_types = [*config.layer_types, "full_attention"]
             self.names, self.centre = {name: f"mtp.{other}.weight" for name, other in NAMES.items()}, 1.0
             self.block_prefix = "mtp.layers.0."
-        config.num_hidden_layers += 1  # the layer counts as one more of the decoder
+        count_mtp_layer(config)
         model = AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=torch.float32, key_mapping={f"^{self.block_prefix}": in_decoder}
         ).eval()

@@ -66,6 +66,8 @@ MODELS = (
     "deepseek_nextn",
     "glm4_moe",
     "glm4_moe_nextn",
+    "glm4_moe_lite",
+    "glm4_moe_lite_nextn",
     "qwen2",
     "qwen2_moe",
     "qwen3_moe",

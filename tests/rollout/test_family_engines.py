@@ -24,6 +24,7 @@ TOKENS = [5, 9, 30, 7, 41, 18, 22, 50, 3, 61]
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "without_yarn": ("deepseek_v3", {"q_lora_rank": None, "rope_scaling": None, "n_group": 1, "topk_group": 1}),
     "half_rotated": ("glm4_moe", {}),
+    "glm4_moe_lite": ("glm4_moe_lite", {}),
     "qwen3_next": ("qwen3_next", {}),
     "qwen3_5": ("qwen3_5_text", {}),
 }

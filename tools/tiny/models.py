@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from grpo_mp.models.families import TRANSFORMERS_NAMES, family_of
 from grpo_mp.models.hf_config import HfConfig
@@ -141,6 +147,7 @@ TINY_CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v2": BASE | MOE | MLA | SHARED_EXPERTS | NO_GROUPS | {"norm_topk_prob": False, "topk_method": "greedy"},
     "deepseek_v3": DEEPSEEK_V3,
     "kimi_k2": DEEPSEEK_V3 | NO_GROUPS,
+    "glm4_moe_lite": DEEPSEEK_V3 | NO_GROUPS | {"rope_scaling": None, "rope_theta": 1e6},
     "glm4_moe": BASE | GROUPED_QUERY | MOE | SHARED_EXPERTS | NO_GROUPS | {"use_qk_norm": True, "attention_bias": True},
 }
 # Keys of published config.json files that engines read and that transformers drops or renames.
@@ -157,6 +164,7 @@ PUBLISHED_KEYS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"scoring_func": "softmax", "moe_layer_freq": 1, "ep_size": 1},
     "deepseek_v3": SIGMOID_ROUTING_KEYS,
     "kimi_k2": SIGMOID_ROUTING_KEYS | {"model_type": "kimi_k2"},
+    "glm4_moe_lite": SIGMOID_ROUTING_KEYS | {"partial_rotary_factor": 1.0},
     "glm4_moe": {"partial_rotary_factor": 0.5, "num_nextn_predict_layers": 0},
 }
 
@@ -193,9 +201,7 @@ def add_mtp_layer(folder: Path, seed: int = 1) -> None:
     layers, hidden, family = hf.int("num_hidden_layers"), hf.int("hidden_size"), family_of(hf)
     torch.manual_seed(seed)
     config = AutoConfig.from_pretrained(folder)
-    config.num_hidden_layers = layers + 1
-    if hf.get("layer_types"):
-        config.layer_types = [*config.layer_types, "full_attention"]
+    count_mtp_layer(config)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _randomize_norms_and_biases(model)
     prefix, file = f"model.layers.{layers}.", folder / "model.safetensors"
@@ -210,6 +216,14 @@ def add_mtp_layer(folder: Path, seed: int = 1) -> None:
         layer[prefix + copy] = tensors[name].clone()
     layer = {family.stored_name(hf, name): tensor for name, tensor in layer.items()}
     save_file(tensors | layer, file, metadata={"format": "pt"})
+
+
+def count_mtp_layer(config: PretrainedConfig) -> None:
+    """Count a multi-token-prediction layer as one more of the decoder, so that transformers makes it."""
+    config.num_hidden_layers += 1
+    for key, kind in (("layer_types", "full_attention"), ("mlp_layer_types", "sparse")):
+        if getattr(config, key, None):
+            setattr(config, key, [*getattr(config, key), kind])
 
 
 @torch.no_grad()
