@@ -15,7 +15,7 @@ def config(hf: HfConfig) -> dict[str, Any]:
     hf.expect("hidden_act", "silu")
     return (
         blocks.base_config(hf)
-        | gqa.config(hf, **_attention_options(hf))
+        | gqa.config(hf, **_attention_options(hf), percent=0.5)
         | shared_experts.config(hf)
         | shared_experts.sigmoid_routing(hf)
     )

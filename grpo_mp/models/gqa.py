@@ -1,5 +1,6 @@
 """Grouped-query attention (Llama, Qwen, Mixtral, GLM), with optional query/key norms, biases and rotary variants."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,26 +9,80 @@ from grpo_mp.models.blocks import HF_LAYER, MCORE_LAYER
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Rule, Section, Shape
 
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # The only llama3 rope scaling that Megatron supports, apart from its factor, which is free.
 LLAMA3_ROPE = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 
 
-def config(hf: HfConfig, *, norms: bool = False, bias: bool = False) -> dict[str, Any]:
-    """Return the Megatron settings of attention. `norms`: of queries and keys. `bias`: on all three QKV projections."""
-    rope = hf.rope
-    if rope["rope_type"] not in ("default", "llama3"):
-        raise hf.error(f"rope type {rope['rope_type']!r} is not supported, only 'default' or 'llama3'")
-    if rope["rope_type"] == "llama3":
-        hf.rope_float("factor")
-        for key, value in LLAMA3_ROPE.items():
-            if hf.rope_float(key) != value:
-                raise hf.error(f"{key}={rope[key]!r} of llama3's rope scaling is not supported, only {value}")
+def config(hf: HfConfig, *, norms: bool = False, bias: bool = False, percent: float = 1.0) -> dict[str, Any]:
+    """Return the Megatron settings of attention. `norms`: of queries and keys. `bias`: on all three QKV projections.
+
+    `percent`: share of each head that is rotated, if config.json does not set it.
+    """
     return {
         "num_query_groups": hf.int("num_key_value_heads"),
         "kv_channels": hf.head_dim,
         "qk_layernorm": norms,
         "add_qkv_bias": bias,
+    } | _rope_scaling(hf, percent)
+
+
+def _rope_scaling(hf: HfConfig, percent: float) -> dict[str, Any]:
+    rope = hf.rope
+    kind = rope["rope_type"]
+    if kind == "yarn":
+        return _yarn(hf, _rotated_share(hf, percent))
+    if kind not in ROPE_TYPES:
+        raise hf.error(f"rope type {kind!r} is not supported, only {', '.join(ROPE_TYPES)}")
+    if kind != "default":
+        hf.rope_float("factor")
+    for key, value in LLAMA3_ROPE.items() if kind == "llama3" else ():
+        if hf.rope_float(key) != value:
+            raise hf.error(f"{key}={rope[key]!r} of llama3's rope scaling is not supported, only {value}")
+    return {}
+
+
+def _yarn(hf: HfConfig, share: float) -> dict[str, Any]:
+    """Return the settings of yarn (arXiv 2309.00071).
+
+    The attention factor multiplies queries and keys. Here the scale of attention has its square instead, because
+    Megatron's fused rotary kernel for packed sequences ignores the factor.
+    """
+    if share != 1.0:
+        raise hf.error(f"yarn with partial_rotary_factor={share} is not supported: Megatron scales whole heads only")
+    rope = hf.rope
+    return {
+        "position_embedding_type": "yarn",
+        "softmax_scale": _attention_factor(hf) ** 2 / math.sqrt(hf.head_dim),
+        "yarn_rotary_scaling_factor": hf.rope_float("factor"),
+        "yarn_original_max_position_embeddings": int(hf.rope_float("original_max_position_embeddings")),
+        "yarn_beta_fast": float(rope.get("beta_fast") or 32),
+        "yarn_beta_slow": float(rope.get("beta_slow") or 1),
+        "yarn_mscale": 1.0,
+        "yarn_mscale_all_dim": 1.0,
+        "yarn_correction_range_round_to_int": bool(rope.get("truncate", True)),
     }
+
+
+def _attention_factor(hf: HfConfig) -> float:
+    """Return yarn's factor of queries and keys as transformers computes it; SGLang must compute the same."""
+    rope = hf.rope
+    logarithm = 0.1 * math.log(max(hf.rope_float("factor"), 1.0))
+    mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    if bool(mscale) != bool(all_dim):
+        raise hf.error("yarn with only one of mscale and mscale_all_dim is not supported: set both or none")
+    computed = 1.0 + logarithm
+    if mscale and all_dim:
+        computed = (1.0 + hf.rope_float("mscale") * logarithm) / (1.0 + hf.rope_float("mscale_all_dim") * logarithm)
+    factor = computed if rope.get("attention_factor") is None else hf.rope_float("attention_factor")
+    in_engines = computed * (1.0 if rope.get("attn_factor") is None else hf.rope_float("attn_factor"))
+    if not math.isclose(factor, in_engines, rel_tol=1e-6):
+        raise hf.error(
+            f"yarn's attention factor is {factor:.6g} for transformers, which reads attention_factor, and "
+            f"{in_engines:.6g} for engines, which multiply by attn_factor: remove both, or set both: to F and to "
+            f"F / {computed!r}"
+        )
+    return factor
 
 
 def dense_config(hf: HfConfig, *, norms: bool = False, bias: bool = False) -> dict[str, Any]:
@@ -50,11 +105,16 @@ def rotary(hf: HfConfig, percent: float = 1.0) -> dict[str, Any]:
     `percent`: share of each head that is rotated, if config.json does not set it.
     """
     rope = hf.rope
-    percent = rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or percent
-    arguments = {"rotary_base": rope["rope_theta"], "rotary_percent": float(percent)}
+    arguments = {"rotary_base": rope["rope_theta"], "rotary_percent": _rotated_share(hf, percent)}
     if rope["rope_type"] == "llama3":
         arguments |= {"rope_scaling": True, "rope_scaling_factor": hf.rope_float("factor")}
+    if rope["rope_type"] == "linear":
+        arguments["seq_len_interpolation_factor"] = hf.rope_float("factor")
     return arguments
+
+
+def _rotated_share(hf: HfConfig, percent: float) -> float:
+    return float(hf.rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or percent)
 
 
 def rules(

@@ -101,8 +101,15 @@ class HfConfig:
         if tokens > positions:
             raise UserError(
                 f"{setting} = {tokens}, but the model has only {positions} positions (max_position_embeddings of "
-                f"{self.path / self.file}): lower it"
+                f"{self.path / self.file}): lower it{self._longer()}"
             )
+
+    def _longer(self) -> str:
+        rope = self.rope
+        if rope["rope_type"] != "yarn" or not rope.get("original_max_position_embeddings"):
+            return ""
+        reach = int(self.rope_float("factor") * self.rope_float("original_max_position_embeddings"))
+        return f", or set max_position_embeddings to what the rope scaling reaches, {reach}"
 
     def rope_float(self, key: str) -> float:
         if self.rope.get(key) is None:

@@ -42,7 +42,7 @@ def _config(hf: HfConfig) -> dict[str, Any]:
         raise hf.error(f"layer_types names no {LINEAR}: use the family qwen3 or qwen3_moe")
     return (
         blocks.base_config(hf)
-        | gqa.config(hf, norms=True)
+        | gqa.config(hf, norms=True, percent=0.25)
         | {
             "layernorm_zero_centered_gamma": True,
             "attention_output_gate": True,

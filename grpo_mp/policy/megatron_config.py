@@ -36,8 +36,9 @@ ARCHITECTURE = (
     *("moe_router_pre_softmax", "moe_router_topk_scaling_factor", "moe_router_enable_expert_bias"),
     *("normalization", "layernorm_epsilon", "activation_func", "gated_linear_unit", "add_bias_linear"),
     *("add_qkv_bias", "qk_layernorm", "rope_type", "rotary_base", "rotary_scaling_factor", "rotary_percent"),
-    *("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+    *("softmax_scale", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
 )
+ATTRIBUTES = ("position_embedding_type", "yarn_")  # GPTModel reads them from the config, which has no such fields
 LAYOUT = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
 ADAM = ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
 RESERVED: dict[str, str] = {  # fields that the run sets itself, with what to do instead
@@ -79,10 +80,12 @@ def transformer_config(layout: LayoutConfig, training: TrainingConfig, dtype: st
             f"training.share_prompts=true: in {hf.model_type} the state after a prompt cannot be shared by responses: "
             "set it to false"
         )
+    attributes = {name: values.pop(name) for name in [*values] if name.startswith(ATTRIBUTES)}
     try:
         config = config_class(**values)
     except (ValueError, AssertionError, TypeError) as error:
         raise UserError(f"Megatron refuses this model, layout and training.megatron_args: {error}") from error
+    vars(config).update(attributes)
     if config.virtual_pipeline_model_parallel_size != layout.virtual_pipeline:  # pipeline_model_parallel_layout sets it
         check_stages(layout, layout.pipeline * (config.virtual_pipeline_model_parallel_size or 1))
     if hf.trains_mtp:

@@ -4,6 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from grpo_mp.models import families
 from grpo_mp.models.families import FAMILIES, family_of
@@ -11,6 +14,7 @@ from grpo_mp.utils.errors import UserError
 from tests.models.conftest import MakeHf
 from tools.tiny.models import LLAMA3, TINY_CONFIGS
 
+LONG = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 YARN = TINY_CONFIGS["deepseek_v3"]["rope_scaling"]
 
 
@@ -48,7 +52,22 @@ def test_unsupported_values_are_refused(family: str, key: str, value: Any, make_
     ("family", "changes", "message"),
     [
         ("deepseek_v3", {"num_experts_per_tok": 1}, "num_experts_per_tok=1 is not supported"),
-        ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported, only"),
+        (
+            "qwen3",
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+            "rope type 'dynamic' is not supported, only",
+        ),
+        (
+            "qwen3",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "original_max_position_embeddings of the rope",
+        ),
+        ("qwen3", {"rope_scaling": {"rope_type": "linear"}}, "factor of the rope scaling is missing"),
+        ("qwen3", {"rope_scaling": LONG | {"mscale": 0.7}}, "only one of mscale and mscale_all_dim"),
+        ("qwen3", {"rope_scaling": LONG | {"attn_factor": 0.9}}, "1.13863 for transformers.* 1.02477 for engines"),
+        ("qwen3", {"rope_scaling": LONG | {"attention_factor": 1.0}}, r"set both: to F and to F / 1.13862943"),
+        ("glm4_moe", {"rope_scaling": LONG}, "yarn with partial_rotary_factor=0.5 is not supported"),
+        ("qwen3_5_text", {"rope_scaling": LONG}, "yarn with partial_rotary_factor=0.25 is not supported"),
         ("llama", {"rope_scaling": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor=2.0 of llama3's rope scaling"),
         ("deepseek_v3", {"rope_scaling": YARN | {"attention_factor": 1.5}}, "attention_factor=1.5 of yarn"),
         ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor of the rope .* missing"),
@@ -66,6 +85,31 @@ def test_combinations_that_megatron_computes_otherwise_are_refused(
 ) -> None:
     with pytest.raises(UserError, match=f"config.json: .*{message}"):
         FAMILIES[family].config(make_hf(family, **changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"factor": 0.5},
+        {"mscale": 0.7, "mscale_all_dim": 0.4},
+        {"mscale": 0.0, "mscale_all_dim": 0.0},
+        {"attention_factor": 1.0, "attn_factor": 0.8782488562869419},  # the second is for engines
+    ],
+)
+def test_attention_has_the_scale_of_transformers_with_yarn(changes: dict[str, Any], make_hf: MakeHf) -> None:
+    rope = LONG | {"rope_theta": 1e6} | changes
+    own = AutoConfig.for_model("qwen3", rope_parameters=dict(rope), head_dim=128)
+    _, factor = ROPE_INIT_FUNCTIONS["yarn"](own, torch.device("cpu"))
+    config = FAMILIES["qwen3"].config(make_hf("qwen3", rope_scaling=rope, head_dim=128))
+    assert config["softmax_scale"] == pytest.approx(factor**2 / 128**0.5, rel=1e-9)
+
+
+def test_too_many_tokens_name_the_reach_of_yarn(make_hf: MakeHf) -> None:
+    hf = make_hf("qwen3", rope_scaling=LONG, max_position_embeddings=40960)
+    hf.check_positions(40960, "the longest request")
+    with pytest.raises(UserError, match=r"only 40960 positions .*: lower it, or set max_position_.* 131072"):
+        hf.check_positions(100_000, "the longest request")
 
 
 def test_groups_that_limit_nothing_are_left_out(make_hf: MakeHf) -> None:

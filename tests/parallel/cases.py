@@ -22,6 +22,10 @@ GROUPS = {"topk_method": "group_limited_greedy", "n_routed_experts": 16, "n_grou
 
 MTP = {"num_nextn_predict_layers": 1}  # and it is trained
 QWEN_MTP = {"mtp_num_hidden_layers": 1}
+# Sequences are longer than the original length; frequencies 2 to 4 of 8 lie between the scaled and the unscaled.
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
+YARN |= {"beta_fast": 1.0, "beta_slow": 0.25}
+LINEAR = {"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0}
 LORA = {"rank": 3, "alpha": 5.0}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> family, and what differs from its tiny shape
@@ -33,6 +37,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> family, and what di
     "odd_vocabulary": ("qwen3_moe", GROUPED | SPARSE | {"vocab_size": 163}),
     "llama": ("llama", GROUPED | {"head_dim": None}),
     "qwen2": ("qwen2", GROUPED),
+    "yarn": ("qwen3", GROUPED | {"num_hidden_layers": 2, "rope_scaling": YARN}),
+    "linear": ("qwen3", GROUPED | {"num_hidden_layers": 2, "rope_scaling": LINEAR}),
     "mixtral": ("mixtral", GROUPED),
     "deepseek_v2": ("deepseek_v2", SMALL | SPARSE | LATENT | GROUPS),
     "deepseek_v2_lite": ("deepseek_v2", SMALL | SPARSE | DIRECT),
@@ -87,6 +93,8 @@ DENSE_FAMILY, SPARSE_FAMILY = ("one", "tp2_pp2"), ("one", "tp2_ep2_pp2")
 COMPUTED_IN = {  # model -> layouts
     "llama": DENSE_FAMILY,
     "qwen2": DENSE_FAMILY,
+    "yarn": (*DENSE_FAMILY, "cp2"),
+    "linear": ("one",),
     "mixtral": SPARSE_FAMILY,
     "deepseek_v2": SPARSE_FAMILY,
     "deepseek_v2_lite": SPARSE_FAMILY,
@@ -237,6 +245,7 @@ SHARING = {  # models of every kind of rotary embedding, latent or not
     "moonlight": ("one",),
     "glm4_moe": ("one",),
     "llama": ("one",),
+    "yarn": ("one",),
     "deepseek_v3_mtp": ("one",),
 }
 

@@ -38,7 +38,7 @@ PARAMETERS = {
     "Qwen3-Next-80B-A3B-Instruct": 79_674_391_296,
     "DeepSeek-V3.1": 671_026_404_352,
 }
-# Published with a rotary embedding that no trainable model of its family has.
+# Published with a factor of its rotary embedding that only engines read.
 REFUSED = ("DeepSeek-R1-0528-Qwen3-8B",)
 
 

@@ -21,8 +21,10 @@ BOUND = 1e-5
 ROUNDING = {"qwen3_next": 5.0, "qwen3_5": 5.0}  # gated delta nets sum logarithms of decays
 GENERATED_TOKENS = 70  # more than the engine's attention has room for at first
 TOKENS = [5, 9, 30, 7, 41, 18, 22, 50, 3, 61]
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "without_yarn": ("deepseek_v3", {"q_lora_rank": None, "rope_scaling": None, "n_group": 1, "topk_group": 1}),
+    "beyond_the_original_length": ("qwen3", {"rope_scaling": YARN}),
     "half_rotated": ("glm4_moe", {}),
     "glm4_moe_lite": ("glm4_moe_lite", {}),
     "qwen3_next": ("qwen3_next", {}),
