@@ -165,6 +165,6 @@ def _settings(folder: Path) -> dict[str, dict[str, object]]:
         "algorithm": {"kl": {"coef": 0.01}},
         "optimizer": {"lr": 1.0e-3, "lr_schedule": "linear"},
         "training": {"updates_per_step": 2},
-        "monitor": {"report_every": None},
+        "monitor": {"report": False},
         "sync": {"check_tolerance": 1.0e-4},
     }

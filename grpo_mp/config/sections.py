@@ -423,10 +423,8 @@ class MonitorConfig(Section):
         description="tensorboard, jsonl, wandb, mlflow, trackio, or your own 'file.py:Class', each with its "
         "arguments; also a name or a list (TRL report_to, verl trainer.logger)",
     )
-    report_every: int | None = Field(
-        100,
-        ge=0,
-        description="steps between new versions of RUN/report.html and RUN/trace.json; 0: at the end; null: never",
+    report: bool = Field(
+        True, description="write RUN/report.html and RUN/trace.json when the run ends, as `grpo-mp report` does"
     )
     guards: dict[str, MetricGuard] = Field(
         {},

@@ -1,5 +1,6 @@
 """Work after each step of RL or supervised fine-tuning: logs, guards, exports, checkpoints."""
 
+import atexit
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from grpo_mp.config.sections import RunConfig
 from grpo_mp.distributed.process_groups import Parallel, all_gather, broadcast
 from grpo_mp.monitor.guards import MetricGuards
 from grpo_mp.monitor.loggers import MakeLogger
-from grpo_mp.monitor.reporter import EARLY_LIMIT_S, LIMIT_S, Reporter
+from grpo_mp.monitor.reporter import EARLY_LIMIT_S, LIMIT_S, write_report
 from grpo_mp.monitor.run_folder import read_metrics
 from grpo_mp.monitor.timeline import merge_traces
 from grpo_mp.policy.critic import Critic
@@ -38,7 +39,6 @@ class PolicyContext(RunContext):
     saver: CheckpointSaver
     _logger: StepLogger = field(init=False)
     _guards: MetricGuards = field(init=False)
-    _reporter: Reporter = field(init=False)
     _first_step: int = field(init=False)
 
     def open_logger(
@@ -52,19 +52,25 @@ class PolicyContext(RunContext):
 
     @contextmanager
     def reporting(self, logger: StepLogger) -> Iterator[None]:
-        """Log and report the steps of the body; if it raises, the report of the finished steps is still written."""
+        """Log the steps of the body and report them at the end, also if the body raises."""
         monitor, folder = self.settings.monitor, self.settings.run.folder
         past = broadcast(read_metrics(folder / METRICS), self.parallel.cpu_group)
         self._logger, self._first_step = logger, self.state.step
         self._guards = MetricGuards(monitor.guards, [line for line in past if (line["step"] or 0) <= self.state.step])
-        every = monitor.report_every if self.parallel.rank == 0 else None
-        self._reporter = Reporter(folder, every, self.progress.note)
         try:
             yield
-        except BaseException as error:
-            self._reporter.end_after(error)
+        except Exception:
+            atexit.register(self._report, EARLY_LIMIT_S)  # at the exit, so that the error is printed first
             raise
-        self._reporter.finish(LIMIT_S if self.is_done else EARLY_LIMIT_S)
+        self._report(LIMIT_S if self.is_done else EARLY_LIMIT_S)
+
+    def _report(self, limit_s: float) -> None:
+        """Write the run's report on rank 0, if steps were logged."""
+        metrics = self.settings.run.folder / METRICS
+        if self.parallel.rank or not self.settings.monitor.report or not metrics.exists() or not metrics.stat().st_size:
+            return
+        if warning := write_report(self.settings.run.folder, limit_s):
+            self.progress.note(f"warning: {warning}")
 
     @property
     def is_done(self) -> bool:
@@ -81,7 +87,6 @@ class PolicyContext(RunContext):
         run = self.settings.run
         self._logger.write(step, record)
         self.progress.step(step, record.scalars, accuracy)
-        self._reporter.step(step)
         self._guards.check(step, record.scalars)
         if run.export_every and step % run.export_every == 0:
             # Export before the save, so that a run that resumes from the checkpoint has the export.
@@ -90,8 +95,7 @@ class PolicyContext(RunContext):
             self._save()
 
     def end(self) -> None:
-        """Write the last report and, if missing, the last checkpoint; close the loggers."""
-        self._reporter.end(early=not self.is_done)
+        """Write the last checkpoint, if it is missing, and close the loggers."""
         self.finish_save()
         if max(self._first_step, self.saver.saved_step) < self.state.step:
             self._save()

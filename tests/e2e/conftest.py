@@ -116,7 +116,7 @@ def finished_settings(folder: Path) -> tuple[str, ...]:
         *exports,
         "training.router_replay=R3",
         "rollout.dump=true",
-        "monitor.report_every=2",
+        "monitor.report=true",
         "reward.timeout_s=600",
     )
 

@@ -123,7 +123,7 @@ def test_sampled_answers_are_there_of_the_steps_before_and_after_the_stop(run: P
         assert row["reward"] == pytest.approx(row["terms"]["letters"] + _rule_reward(row))
 
 
-def test_the_report_was_written_beside_the_run(run: Path, metrics: list[dict]) -> None:
+def test_the_report_was_written_at_the_end(run: Path, metrics: list[dict]) -> None:
     page = (run / "report.html").read_text()
     assert f"{LAST_STEP} of {LAST_STEP}" in page
 

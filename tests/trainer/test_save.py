@@ -233,7 +233,7 @@ def context_of(first_step: int = 0, **parts: Any) -> PolicyContext:
     """A context that logs and reports nothing."""
     ctx: Any = object.__new__(PolicyContext)
     logger = SimpleNamespace(flush=lambda: None, close=lambda: None)
-    vars(ctx).update(parts, _logger=logger, _reporter=SimpleNamespace(end=lambda early: None), _first_step=first_step)
+    vars(ctx).update(parts, _logger=logger, _first_step=first_step)
     return cast(PolicyContext, ctx)
 
 
