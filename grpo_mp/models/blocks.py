@@ -89,12 +89,13 @@ def dense_mlp(hf: HfConfig, layers: Sequence[int]) -> list[Rule]:
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Hugging Face names of a layer's MoE block and of an expert's three projections."""
+    """Hugging Face names of a layer's MoE block, of an expert's three projections, and of the router."""
 
     moe_block: str = "mlp."
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    router: str = "gate"
 
 
 DEFAULT_NAMES = ExpertNames()
@@ -110,6 +111,6 @@ def experts(
     expert = tuple(block + "experts.{expert}." + name for name in (names.gate, names.up, names.down))
     return [
         Rule(norm, (hf_norm,), ((hidden,),), layers=layers),
-        Rule(mcore + "router.weight", (block + "gate.weight",), ((num_experts, hidden),), layers=layers),
+        Rule(mcore + "router.weight", (f"{block}{names.router}.weight",), ((num_experts, hidden),), layers=layers),
         *_projections(mcore + "experts.", expert, hidden=hidden, width=width, layers=layers, experts=num_experts),
     ]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from grpo_mp.models import deepseek, glm4_moe, gqa, llama_qwen, mixtral, qwen3_next
+from grpo_mp.models import deepseek, glm4_moe, gqa, hy_v3, llama_qwen, mixtral, qwen3_next
 from grpo_mp.models.blocks import HF_LAYER
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param, Rule, expand
@@ -70,6 +70,7 @@ FAMILIES = {
     "kimi_k2": Family("DeepseekV3ForCausalLM", deepseek.v3_config, deepseek.v3_rules, transformers_type="deepseek_v3"),
     "glm4_moe": Family("Glm4MoeForCausalLM", glm4_moe.config, glm4_moe.rules, glm4_moe.rotary),
     "glm4_moe_lite": Family("Glm4MoeLiteForCausalLM", glm4_moe.lite_config, deepseek.v3_rules),
+    "hy_v3": Family("HYV3ForCausalLM", hy_v3.config, hy_v3.rules),
 }
 MODEL_FAMILIES: Registry[Family] = Registry("model family", FAMILIES, instance=Family)
 # Model types that transformers knows by another name.

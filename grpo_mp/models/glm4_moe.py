@@ -43,13 +43,6 @@ def lite_config(hf: HfConfig) -> dict[str, Any]:
     hf.expect("partial_rotary_factor", 1.0)
     if hf.rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise hf.error("partial_rotary_factor of rope_parameters is not supported, only 1.0")
-    dense, layers = hf.int("first_k_dense_replace"), hf.int("num_hidden_layers")
-    listed = ["dense"] * dense + ["sparse"] * (layers - dense)
-    if hf.get("mlp_layer_types", listed) not in (None, listed):
-        raise hf.error(
-            f"mlp_layer_types, which transformers reads, and first_k_dense_replace={dense}, which engines read, "
-            "contradict each other: set both as the weights have them"
-        )
     return deepseek.v3_config(hf)
 
 

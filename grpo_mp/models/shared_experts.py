@@ -10,13 +10,27 @@ from grpo_mp.models.mapping import Rule
 
 def config(hf: HfConfig) -> dict[str, Any]:
     """Return the Megatron settings of the MLPs, without the routing, which each family adds."""
-    dense = hf.int("first_k_dense_replace")
     return blocks.moe_config(hf, hf.int("n_routed_experts"), hf.int("moe_intermediate_size")) | {
         "ffn_hidden_size": hf.int("intermediate_size"),
-        "moe_layer_freq": [int(layer >= dense) for layer in range(hf.int("num_hidden_layers"))],
+        "moe_layer_freq": layer_kinds(hf),
         "moe_shared_expert_intermediate_size": hf.int("moe_intermediate_size") * hf.int("n_shared_experts"),
         "moe_router_topk_scaling_factor": hf.float("routed_scaling_factor"),
     }
+
+
+def layer_kinds(hf: HfConfig) -> list[int]:
+    """Return 1 for each layer with experts, 0 for the dense layers before them.
+
+    Raise an error if mlp_layer_types, which some classes of transformers read instead, names other layers.
+    """
+    dense, layers = hf.int("first_k_dense_replace"), hf.int("num_hidden_layers")
+    listed = ["dense"] * dense + ["sparse"] * (layers - dense)
+    if hf.get("mlp_layer_types", listed) not in (None, listed):
+        raise hf.error(
+            f"mlp_layer_types, which transformers reads, and first_k_dense_replace={dense}, which engines read, "
+            "contradict each other: set both as the weights have them"
+        )
+    return [int(kind == "sparse") for kind in listed]
 
 
 def sigmoid_routing(hf: HfConfig) -> dict[str, Any]:

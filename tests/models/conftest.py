@@ -25,6 +25,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT,
     "kimi_k2": LATENT,
     "glm4_moe_lite": LATENT,
+    "hy_v3": GROUPED | {"num_hidden_layers": 3},
     "glm4_moe": GROUPED | {"num_hidden_layers": 3, "n_shared_experts": 2},
 }
 WIDTHS = {"hidden_size": 8, "intermediate_size": 16, "moe_intermediate_size": 12, "vocab_size": 10}

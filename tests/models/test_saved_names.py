@@ -14,7 +14,7 @@ from tools.tiny.models import make_tiny, make_tokenizer
 
 TINY: dict[str, Any] = {"num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 48}
 MOONLIGHT = {"q_lora_rank": None, "rope_scaling": None, "rope_theta": 50000.0, "n_group": 1, "topk_group": 1}
-SIGMOID = ("deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite")
+SIGMOID = ("deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite", "hy_v3")
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"tie_word_embeddings": True}),
     ("qwen3_moe", {"mlp_only_layers": [1], "num_experts": 4}),
@@ -31,6 +31,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("glm4_moe", {"use_qk_norm": True, "attention_bias": True, "first_k_dense_replace": 2}),
     ("glm4_moe", {"use_qk_norm": False, "attention_bias": True}),
     ("glm4_moe_lite", {}),
+    ("hy_v3", {"num_shared_experts": 2}),
 ]
 
 

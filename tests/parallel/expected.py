@@ -33,6 +33,7 @@ NAMES = {
     "eh_proj": "fc",
     "shared_head.norm": "norm",
 }
+HY3 = {"gate": "router.gate", "shared_experts": "shared_mlp"}
 MIXTRAL = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}  # modules -> files
 
 
@@ -220,8 +221,8 @@ def _value_loss(values: Tensor, sample: Sample) -> Tensor:
 def file_gradients(model: PreTrainedModel) -> dict[str, Tensor]:
     """The gradients of a model by the names of the files."""
     own = _file_tensors((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
-    names = MIXTRAL if model.config.model_type == "mixtral" else {}
-    return {_renamed(name, names): gradient for name, gradient in own}
+    names = {"mixtral": MIXTRAL, "hy_v3": HY3}
+    return {_renamed(name, names.get(model.config.model_type, {})): gradient for name, gradient in own}
 
 
 def _file_tensors(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -68,6 +68,7 @@ MODELS = (
     "glm4_moe_nextn",
     "glm4_moe_lite",
     "glm4_moe_lite_nextn",
+    "hunyuan_v3",
     "qwen2",
     "qwen2_moe",
     "qwen3_moe",

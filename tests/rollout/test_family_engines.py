@@ -26,6 +26,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "without_yarn": ("deepseek_v3", {"q_lora_rank": None, "rope_scaling": None, "n_group": 1, "topk_group": 1}),
     "beyond_the_original_length": ("qwen3", {"rope_scaling": YARN}),
     "half_rotated": ("glm4_moe", {}),
+    "hy_v3": ("hy_v3", {}),
     "glm4_moe_lite": ("glm4_moe_lite", {}),
     "qwen3_next": ("qwen3_next", {}),
     "qwen3_5": ("qwen3_5_text", {}),

@@ -148,6 +148,11 @@ TINY_CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": DEEPSEEK_V3,
     "kimi_k2": DEEPSEEK_V3 | NO_GROUPS,
     "glm4_moe_lite": DEEPSEEK_V3 | NO_GROUPS | {"rope_scaling": None, "rope_theta": 1e6},
+    "hy_v3": BASE
+    | GROUPED_QUERY
+    | MOE
+    | {"num_experts": 8, "num_shared_experts": 1, "router_scaling_factor": 2.5, "first_k_dense_replace": 1}
+    | {"qk_norm": True, "route_norm": True},
     "glm4_moe": BASE | GROUPED_QUERY | MOE | SHARED_EXPERTS | NO_GROUPS | {"use_qk_norm": True, "attention_bias": True},
 }
 # Keys of published config.json files that engines read and that transformers drops or renames.
