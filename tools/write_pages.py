@@ -146,6 +146,13 @@ def coming_from_page() -> str:
     return fill("configs/COMING_FROM.md", **tables)
 
 
+def models_page() -> str:
+    """Return the README of the models with its table of families."""
+    from tools.family_table import COLUMNS, family_rows  # imports the tests, which is slow
+
+    return fill("grpo_mp/models/README.md", families=table(COLUMNS, family_rows()))
+
+
 def _section(path: str, section: type[Section]) -> str:
     rows = (_setting_cells(name, field) for name, field in section.model_fields.items())
     return f"## {path or 'Sections'}\n\n{section.__doc__}\n\n{table(SETTING_COLUMNS, rows)}"
@@ -196,6 +203,7 @@ PAGES = {
     "configs/COMING_FROM.md": coming_from_page,
     "configs/README.md": settings_page,
     "grpo_mp/algorithms/README.md": algorithms_page,
+    "grpo_mp/models/README.md": models_page,
     "grpo_mp/monitor/README.md": metrics_page,
 }
 

@@ -26,6 +26,8 @@ class Family:
     untrained: tuple[str, ...] = ()  # first parts of names of Hugging Face tensors outside the policy
     mtp_names: Mapping[str, str] = field(default_factory=dict)  # {}, or QWEN_NAMES of multi_token_prediction
     transformers_type: str | None = None  # model_type in transformers, if it differs from the key in FAMILIES
+    models: str = ""  # published models and what is rejected, for the table of the README
+    rejected: str = ""
 
     def params(self, hf: HfConfig) -> dict[str, Param]:
         """Return the Megatron parameters by name, with the names that the tensors have in the folder."""
@@ -57,20 +59,98 @@ class Family:
 QWEN_NEXT: dict[str, Any] = {"untrained": ("model.visual.",), "mtp_names": QWEN_NAMES, "rotary": qwen3_next.rotary}
 
 FAMILIES = {
-    "qwen3": Family("Qwen3ForCausalLM", llama_qwen.qwen3_config, partial(gqa.dense_rules, norms=True)),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", llama_qwen.qwen3_moe_config, llama_qwen.qwen3_moe_rules),
-    "qwen3_next": Family("Qwen3NextForCausalLM", qwen3_next.moe_config, qwen3_next.next_rules, **QWEN_NEXT),
-    "qwen3_5_moe_text": Family("Qwen3_5MoeForCausalLM", qwen3_next.moe_config, qwen3_next.moe_rules, **QWEN_NEXT),
-    "qwen3_5_text": Family("Qwen3_5ForCausalLM", qwen3_next.dense_config, qwen3_next.dense_rules, **QWEN_NEXT),
-    "qwen2": Family("Qwen2ForCausalLM", llama_qwen.qwen2_config, partial(gqa.dense_rules, bias=True)),
-    "llama": Family("LlamaForCausalLM", llama_qwen.llama_config, gqa.dense_rules),
-    "mixtral": Family("MixtralForCausalLM", mixtral.config, mixtral.rules, mixtral.rotary),
-    "deepseek_v2": Family("DeepseekV2ForCausalLM", deepseek.v2_config, deepseek.v2_rules, group_score_topk=1),
-    "deepseek_v3": Family("DeepseekV3ForCausalLM", deepseek.v3_config, deepseek.v3_rules),
-    "kimi_k2": Family("DeepseekV3ForCausalLM", deepseek.v3_config, deepseek.v3_rules, transformers_type="deepseek_v3"),
-    "glm4_moe": Family("Glm4MoeForCausalLM", glm4_moe.config, glm4_moe.rules, glm4_moe.rotary),
-    "glm4_moe_lite": Family("Glm4MoeLiteForCausalLM", glm4_moe.lite_config, deepseek.v3_rules),
-    "hy_v3": Family("HYV3ForCausalLM", hy_v3.config, hy_v3.rules),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        llama_qwen.qwen3_config,
+        partial(gqa.dense_rules, norms=True),
+        models="Qwen3",
+        rejected="sliding windows, biases",
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        llama_qwen.qwen3_moe_config,
+        llama_qwen.qwen3_moe_rules,
+        models="Qwen3-30B-A3B, Qwen3-235B-A22B",
+        rejected="sliding windows, biases",
+    ),
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM",
+        qwen3_next.moe_config,
+        qwen3_next.next_rules,
+        **QWEN_NEXT,
+        models="Qwen3-Next-80B-A3B",
+        rejected="context parallelism, shared prompts",
+    ),
+    "qwen3_5_moe_text": Family(
+        "Qwen3_5MoeForCausalLM",
+        qwen3_next.moe_config,
+        qwen3_next.moe_rules,
+        **QWEN_NEXT,
+        models="text models of Qwen3.5 and later with experts",
+        rejected="as Qwen3-Next; peft does not load exported adapters of the experts, merged exports have them",
+    ),
+    "qwen3_5_text": Family(
+        "Qwen3_5ForCausalLM",
+        qwen3_next.dense_config,
+        qwen3_next.dense_rules,
+        **QWEN_NEXT,
+        models="dense text models of Qwen3.5 and later",
+        rejected="as Qwen3-Next",
+    ),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        llama_qwen.qwen2_config,
+        partial(gqa.dense_rules, bias=True),
+        models="Qwen2, Qwen2.5",
+        rejected="sliding windows",
+    ),
+    "llama": Family(
+        "LlamaForCausalLM", llama_qwen.llama_config, gqa.dense_rules, models="Llama 2 and 3.x", rejected="biases"
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        mixtral.config,
+        mixtral.rules,
+        mixtral.rotary,
+        models="Mixtral 8x7B, 8x22B",
+        rejected="sliding windows",
+    ),
+    "deepseek_v2": Family(
+        "DeepseekV2ForCausalLM",
+        deepseek.v2_config,
+        deepseek.v2_rules,
+        group_score_topk=1,
+        models="DeepSeek-V2, V2-Lite",
+        rejected="biases",
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        deepseek.v3_config,
+        deepseek.v3_rules,
+        models="DeepSeek-V3, R1, Moonlight",
+        rejected="biases",
+    ),
+    "kimi_k2": Family(
+        "DeepseekV3ForCausalLM",
+        deepseek.v3_config,
+        deepseek.v3_rules,
+        transformers_type="deepseek_v3",
+        models="Kimi-K2",
+        rejected="biases",
+    ),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM", glm4_moe.config, glm4_moe.rules, glm4_moe.rotary, models="GLM-4.5, GLM-4.5-Air"
+    ),
+    "glm4_moe_lite": Family(
+        "Glm4MoeLiteForCausalLM", glm4_moe.lite_config, deepseek.v3_rules, models="GLM-4.7-Flash", rejected="biases"
+    ),
+    "hy_v3": Family(
+        "HYV3ForCausalLM",
+        hy_v3.config,
+        hy_v3.rules,
+        models="Hy3",
+        rejected="biases, rope scaling, training its layer that predicts ahead",
+    ),
 }
 MODEL_FAMILIES: Registry[Family] = Registry("model family", FAMILIES, instance=Family)
 # Model types that transformers knows by another name.

@@ -27,6 +27,7 @@ from tools.tiny.models import make_tiny, make_tokenizer
 
 LAYERS = 3
 POINTS = [EMBEDDING, *(point(layer) for layer in range(LAYERS) for point in (attention_point, layer_point))]
+IN_ENGINES = ("deepseek_v3", "glm4_moe", "kimi_k2", "qwen3_moe")
 MakeModel = Callable[[str], Path]
 
 
@@ -126,7 +127,7 @@ def test_an_engine_with_a_wrong_weight_parts_where_it_is(make_model: MakeModel, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "kimi_k2", "qwen3_moe"])
+@pytest.mark.parametrize("family", IN_ENGINES)
 def test_policy_and_engine_agree_with_transformers(
     family: str, make_model: MakeModel, capsys: pytest.CaptureFixture[str]
 ) -> None:

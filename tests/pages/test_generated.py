@@ -5,6 +5,8 @@ import re
 import pytest
 
 from grpo_mp.config import Settings, SftSettings
+from grpo_mp.models.families import FAMILIES
+from tools.family_table import COLUMNS, family_rows
 from tools.write_pages import PAGES, ROOT, table
 
 
@@ -44,6 +46,16 @@ def test_types_limits_and_defaults_of_some_settings() -> None:
         assert row in page
     assert page.index("## algorithm.kl\n") < page.index("| `coef` |") < page.index("## algorithm.entropy\n")
     assert "## data.eval.NAME\n" in page
+
+
+def test_every_family_of_the_table_was_computed_on_several_ranks_and_loaded_by_engines() -> None:
+    rows = [dict(zip(COLUMNS, row, strict=True)) for row in family_rows()]
+    assert [row["model_type"] for row in rows] == [f"`{name}`" for name in FAMILIES]
+    for row in rows:
+        assert {"one"} < set(row["layouts"].split(", ")), row
+        assert "tensor" in row["engine"], row
+        assert row["models"], row
+        assert row["architecture"] == FAMILIES[row["model_type"].strip("`")].architecture
 
 
 def test_a_table_keeps_bars_in_its_cells() -> None:
