@@ -88,7 +88,11 @@ class _TokenLogprobs(torch.autograd.Function):
         shard: VocabularyShard = ctx.shard
         grad_hidden = torch.empty_like(hidden)
         learns = ctx.needs_input_grad[1]
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if learns else None
+        sums_directly = learns and _has_own_float32_sum(weight)
+        if sums_directly:
+            grad_weight = weight.main_grad
+        else:
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32) if learns else None
         for chunk in _chunks(len(tokens), shard.head.chunk_tokens):
             columns, is_local = _local_columns(tokens[chunk], shard, len(weight))
             logits = _logits(hidden[chunk], weight, shard)
@@ -98,7 +102,20 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_hidden[chunk] = grad_logits @ weight
             if learns:
                 grad_weight += grad_logits.t() @ hidden[chunk]
+        if sums_directly:
+            weight.grad_added_to_main_grad = True  # Megatron's hook requires a gradient, but then does not read it
+            grad_weight = torch.empty_like(weight)
         return grad_hidden, grad_weight.to(weight.dtype) if learns else None, None, None
+
+
+def _has_own_float32_sum(weight: Tensor) -> bool:
+    """Whether Megatron sums the weight's gradients in float32, and only the output layer's.
+
+    Megatron marks a weight that is the embedding's, too, by one of two attributes.
+    """
+    tied = getattr(weight, "zero_out_wgrad", False) or getattr(weight, "shared_embedding", False)
+    main_grad = getattr(weight, "main_grad", None)
+    return main_grad is not None and main_grad.dtype == torch.float32 and not tied
 
 
 def _chunks(total: int, size: int) -> Iterator[slice]:

@@ -156,6 +156,24 @@ def test_gradients_of_a_float32_head_against_float64() -> None:
         assert float((tensor - expected_tensor).norm()) <= 0.004 * float(expected_tensor.norm())
 
 
+@pytest.mark.parametrize("tied", ["", "zero_out_wgrad", "shared_embedding"])
+def test_the_output_layers_gradient_is_summed_where_megatron_sums_it(tied: str) -> None:
+    """Megatron's hook adds the returned gradient unless `grad_added_to_main_grad`, or for a tied weight."""
+    case = peaked_case(top=20.0)
+    weight = torch.nn.Parameter(case.weight.clone())
+    earlier = torch.randn(weight.shape, generator=torch.Generator().manual_seed(7))
+    setattr(weight, tied or "main_grad", True)
+    weight.main_grad, weight.grad_added_to_main_grad = earlier.clone(), False
+    out = token_logprobs(case.hidden, weight, case.targets, VocabularyShard(Head(1.0, 16, 256)))
+    returned = torch.autograd.grad(out, weight, case.cotangent)[0]
+    assert returned.shape == weight.shape
+    assert weight.grad_added_to_main_grad == (not tied)
+    total = weight.main_grad + returned if tied else weight.main_grad
+    gradient = chunked(case, 256, 1.0, 16)[2].float()
+    torch.testing.assert_close(total, earlier + gradient, rtol=0, atol=2**-8 * float(gradient.abs().max()))
+    assert torch.equal(weight.main_grad, earlier) == bool(tied)
+
+
 def others_of(case: Case, vocabulary: int, count: int) -> Tensor:
     """[T, count] the most likely tokens of each row, some of which the vocabulary does not have."""
     others = (case.hidden @ case.weight[:vocabulary].t()).topk(count).indices.int()
