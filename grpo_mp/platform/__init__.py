@@ -9,6 +9,7 @@ import ctypes
 import gc
 import logging
 import os
+import resource
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -17,6 +18,7 @@ import psutil
 import torch
 
 PINNED = "pinned_max_cached_size_mb"  # allocator setting: larger pinned allocations are neither rounded up nor cached
+OPEN_FILES = 65536  # a rank has sockets to other ranks and to engines; the usual limit is 1024
 
 
 def on_cuda() -> bool:
@@ -35,7 +37,7 @@ def compute_capability() -> float | None:
 
 
 def prepare() -> None:
-    """Set environment variables for CUDA libraries and, on a CPU, install the import hook for Megatron.
+    """Set environment variables and limits and, on a CPU, install the import hook for Megatron.
 
     It must be called before Megatron is imported. Further calls have no effect.
     """
@@ -45,6 +47,10 @@ def prepare() -> None:
     os.environ.setdefault("NVTE_BATCH_MHA_P2P_COMM", "1")
     # Communicators with NVLink multicast (NVLS) keep their memory when NCCL suspends them (NVIDIA/nccl#2337).
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    open_files = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if resource.RLIM_INFINITY != soft < open_files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, hard))
     if on_cuda():
         settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
         if PINNED not in settings:
@@ -155,11 +161,14 @@ def fused_fields(model: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config fields that enable Megatron's fused kernels on CUDA. `model`: fields that describe the model.
 
     Without fusion, the rotary embedding of packed sequences synchronizes with the device four times per layer and pass.
-    For latent attention Megatron fuses only yarn; yarn with factor 1 equals plain rotary.
+    For latent attention Megatron fuses only yarn; yarn with factor 1 equals plain rotary. That kernel takes heads in
+    blocks of a power of two and does not mask the last block: other numbers of heads would overwrite foreign memory.
     """
-    fields: dict[str, Any] = {"apply_rope_fusion": True}
+    latent = bool(model.get("multi_latent_attention"))
+    fuses = not latent or model["num_attention_heads"].bit_count() == 1
+    fields: dict[str, Any] = {"apply_rope_fusion": fuses}
     if model.get("num_moe_experts"):
         fields["moe_permute_fusion"] = True
-    if model.get("multi_latent_attention") and model["rope_type"] == "rope":
+    if fuses and latent and model["rope_type"] == "rope":
         fields |= {"rope_type": "yarn", "rotary_scaling_factor": 1.0}
     return fields

@@ -1,6 +1,7 @@
 """The import hook: what it rewrites, and when it does nothing; memory and allocator settings."""
 
 import os
+import resource
 import subprocess
 import sys
 import types
@@ -92,3 +93,14 @@ def test_a_variable_of_the_user_stays(monkeypatch):
     monkeypatch.delenv("NCCL_NVLS_ENABLE")
     prepare()
     assert os.environ["NCCL_NVLS_ENABLE"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"), [((1024, 4096), 4096), ((1024, 1 << 30), 65536), ((100000, 1 << 30), 100000)]
+)
+def test_open_files_are_raised_to_what_the_machine_allows(limits, expected, monkeypatch):
+    current = [limits]
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: current[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: current.append(limits))
+    prepare()
+    assert current[-1] == (expected, limits[1])

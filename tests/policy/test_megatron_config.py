@@ -1,5 +1,8 @@
 """Overrides of training.megatron_args and fused kernels in Megatron's configs."""
 
+import os
+import subprocess
+import sys
 from dataclasses import fields
 from typing import Any
 
@@ -63,6 +66,21 @@ def test_the_models_own_fields_are_refused() -> None:
 def test_fused_kernels_by_model(name: str, fields: dict[str, object]) -> None:
     hf = published_config(name)
     assert fused_fields(family_of(hf).config(hf)) == fields
+
+
+def test_no_fused_rotary_embedding_for_heads_that_its_blocks_do_not_divide() -> None:
+    model = family_of(hf := published_config("moonlight-16b-a3b")).config(hf)
+    assert fused_fields(model | {"num_attention_heads": 20}) == {"apply_rope_fusion": False, "moe_permute_fusion": True}
+
+
+@pytest.mark.nightly  # about the locked packages only
+def test_the_fused_rotary_embedding_equals_the_plain_one() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "tests/policy/rope_in_interpreter.py"]
+    result = subprocess.run(
+        command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600
+    )
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.startswith("... ")
 
 
 def test_yarn_of_factor_1_equals_the_plain_rotary_embedding() -> None:
