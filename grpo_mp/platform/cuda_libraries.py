@@ -129,10 +129,12 @@ def check_preload(library: Path, environment: Mapping[str, str]) -> None:
     """Check that a process can start with `library` preloaded, as an engine's schedulers do."""
     failure = _failure([sys.executable, "-I", "-S", "-c", ""], {**environment, "LD_PRELOAD": str(library)})
     if failure:
-        raise UserError(
-            f"engines cannot start: a process with LD_PRELOAD={library} fails ({failure}): install "
-            "nvidia-cuda-runtime at the version of requirements-gpu.txt"
-        )
+        remedy = "install nvidia-cuda-runtime at the version of requirements-gpu.txt"
+        if "libcuda.so" in failure:
+            remedy = (
+                "the driver's library is missing: start the container with the driver (--gpus all, --nv), or install it"
+            )
+        raise UserError(f"engines cannot start: a process with LD_PRELOAD={library} fails ({failure}): {remedy}")
 
 
 def _failure(command: list[str], environment: Mapping[str, str]) -> str:

@@ -56,7 +56,8 @@ def check_no_unusable_gpu(environment: Mapping[str, str], driver: Path) -> None:
     reason = f"CUDA {torch.version.cuda} and the driver do not fit" if torch.version.cuda else "it is built for CPUs"
     raise UserError(
         f"this machine has NVIDIA GPUs, but torch {torch.__version__} cannot use them ({reason}): install another "
-        "torch or driver, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
+        "torch or driver, start the container with the driver (--gpus all, --nv), or set CUDA_VISIBLE_DEVICES= to run "
+        "on the CPU"
     )
 
 

@@ -39,6 +39,11 @@ def test_a_preloaded_library_finds_the_runtime_of_pip(site: Path) -> None:
     (site / "nvidia" / "cu13" / "lib" / RUNTIME).rename(site / "elsewhere.so")
     with pytest.raises(UserError, match=r"^engines cannot start: .* \(status 127: .*\): install nvidia-cuda-runtime"):
         check_preload(site / "hook.so", cuda_environment({}))
+    compile_library(site / "runtime.c", site / "libcuda.so.1", "-Wl,-soname,libcuda.so.1")
+    compile_library(site / "hook.c", site / "hook.so", str(site / "libcuda.so.1"), "-Wl,-z,now")
+    (site / "libcuda.so.1").unlink()
+    with pytest.raises(UserError, match=r"libcuda.so.1.*: start the container with the driver \(--gpus all, --nv\)"):
+        check_preload(site / "hook.so", cuda_environment({}))
 
 
 def test_the_users_paths_come_with_those_of_pip(site: Path) -> None:
