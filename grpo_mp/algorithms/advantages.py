@@ -98,6 +98,11 @@ def outcome_advantages(
     does not divide. With a group baseline, a group with equal rewards gets exactly 0.
     """
     values, groups = torch.tensor(rewards, dtype=torch.float64), Groups.by_id(group_ids)
+    if advantage.scale == "group_mean" and min(rewards, default=0.0) < 0:
+        raise UserError(
+            f"algorithm.advantage.scale=group_mean divides by the mean reward of a group, and a reward is "
+            f"{min(rewards):g}: give rewards of 0 or more, or set another scale"
+        )
     centered = values - BASELINES[advantage.baseline](values, groups)
     if advantage.scale != "none":
         centered = centered / (SCALES[advantage.scale](values, groups) + EPS)
@@ -130,6 +135,26 @@ def estimate_decoupled(
     if not bool((total != 0).any()):
         return (0.0,) * len(samples)
     return tuple(((total - total.mean()) / (_std(total) + EPS)).tolist())
+
+
+def estimate_pass_at_k(
+    samples: Sequence[SampleInfo], advantage: AdvantageConfig, weights: Mapping[str, float]
+) -> Sequence[PerToken]:
+    """Give the best sample of each group its lead over the second best, and all others 0 (arXiv 2503.19595).
+
+    This is the leave-one-out gradient of the group's maximum. `advantage.scale` divides as in `outcome_advantages`.
+    """
+    rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
+    groups = Groups.by_id([sample.group_id for sample in samples])
+    leads = torch.zeros_like(rewards)
+    for number in range(groups.count):
+        members = (groups.index == number).nonzero().flatten()
+        if len(members) > 1:
+            best, second = rewards[members].topk(2)[0]
+            leads[members[rewards[members].argmax()]] = best - second
+    if advantage.scale != "none":
+        leads = leads / (SCALES[advantage.scale](rewards, groups) + EPS)
+    return tuple(leads.tolist())
 
 
 def estimate_process(
@@ -191,4 +216,5 @@ def _std(values: Tensor) -> Tensor:
 SCALES: dict[str, Callable[[Tensor, Groups], Tensor]] = {
     "group_std": _group_std,
     "batch_std": lambda values, groups: _std(values),
+    "group_mean": _group_mean,  # of the maximum-likelihood objective (MaxRL, arXiv 2602.02710)
 }

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from grpo_mp.algorithms.policy_losses import TokenTerms, TopkTerms
+from grpo_mp.algorithms.policy_losses import TokenTerms, TopkTerms, within_divergence
 from grpo_mp.algorithms.registries import policy_loss_entry
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.utils.types import MicroBatch
@@ -54,7 +54,7 @@ def loss_report(
     by_token = {
         "train/entropy": entropy,
         "train/ppo_kl": -terms.token_log_ratio.detach(),
-        **_clipped(ratio, batch.advantages, algorithm),
+        **_clipped(terms, ratio, algorithm),
         "train/ratio/mean": ratio,
         "mismatch/logprob_abs_diff/mean": abs_difference,
         "mismatch/token_mult_prob_error": abs_difference.exp(),
@@ -86,13 +86,17 @@ def topk_report(batch: MicroBatch, topk: TopkTerms | None) -> dict[str, Tensor]:
     return {**sums, "topk_tokens": mask.sum() * (topk is not None), "distill/kl/max": largest}
 
 
-def _clipped(ratio: Tensor, advantages: Tensor, algorithm: AlgorithmConfig) -> dict[str, Tensor]:
-    """Return which ratios are clipped, at each bound and at any, bool [T]; all False for a loss without a clip."""
+def _clipped(terms: TokenTerms, ratio: Tensor, algorithm: AlgorithmConfig) -> dict[str, Tensor]:
+    """Return which tokens are clipped, at each bound and at any, bool [T]; all False for a loss without a clip."""
     entry = policy_loss_entry(algorithm.policy_loss)
     clip = algorithm.clip
-    is_negative = advantages < 0
-    is_positive = advantages > 0
-    low, high = (ratio < 1 - clip.low) & is_negative, (ratio > 1 + clip.high) & is_positive
+    is_negative = terms.advantages < 0
+    is_positive = terms.advantages > 0
+    if entry.divergence:
+        outside = ~within_divergence(terms, algorithm, entry.divergence)
+        low, high = outside & is_negative, outside & is_positive
+    else:
+        low, high = (ratio < 1 - clip.low) & is_negative, (ratio > 1 + clip.high) & is_positive
     is_dual = torch.zeros_like(low)
     if clip.dual_clip is not None and entry.has_dual_clip:
         is_dual = (ratio > clip.dual_clip) & (is_negative | is_positive)

@@ -1,5 +1,6 @@
 """Losses of a micro-batch for RL and SFT, and the adaptive coefficients."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,13 +11,21 @@ from torch import Tensor
 from grpo_mp.algorithms.loss_metrics import loss_report, topk_report
 from grpo_mp.algorithms.policy_losses import PolicyLoss, Reduce, Sequences, TokenTerms, topk_terms
 from grpo_mp.algorithms.registries import POLICY_LOSSES, policy_loss_entry
-from grpo_mp.algorithms.settings import AlgorithmConfig, EarlyStopConfig, KLConfig, RatioLevel, RolloutCorrectionConfig
+from grpo_mp.algorithms.settings import (
+    AlgorithmConfig,
+    EarlyStopConfig,
+    KLConfig,
+    MaskName,
+    RatioLevel,
+    RolloutCorrectionConfig,
+)
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import MicroBatch, PerToken
 
 MicroBatchLoss = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 MAX_LOG_RATIO = 700.0  # exp(709) is close to the largest float64
 CONTROL_TOKEN_WEIGHT = 1e-3  # of a response's first token in aggregation decoupled, as in Thinkless' script
+MAX_DRIFT = 20.0  # nats, as in verl
 MAX_KL = 10.0  # per token, for k3_clamped
 
 
@@ -54,6 +63,11 @@ def make_loss(
             advantages=batch.advantages,
             sequences=terms.sequences,
             limit=algorithm.rollout_correction.off_policy_mask_threshold,
+        ) * rejection_mask(
+            new.detach() - terms.token_log_ratio.detach() if algorithm.old_logprobs == "recomputed" else new.detach(),
+            batch.rollout_logprobs,
+            terms.sequences,
+            algorithm.rollout_correction.masks,
         )
         token_losses = _token_losses(policy_loss, terms, algorithm) * on_policy * entropy_mask
         weighted_policy_loss = (token_losses * batch.loss_weights).sum()
@@ -191,6 +205,32 @@ def off_policy_mask(
         return torch.ones_like(new)
     drift = sequences.means((rollout - new.detach()).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
     return ((sequences.means(advantages) >= 0) | (drift <= limit)).double()
+
+
+def rejection_mask(
+    policy: Tensor, rollout: Tensor, sequences: Sequences, masks: Mapping[MaskName, tuple[float, float]]
+) -> Tensor:
+    """Return 1 for tokens inside all limits of `masks`, else 0: [T]. `policy`, `rollout`: logprobs of the tokens.
+
+    A mask is named as in verl's rollout_rs: a level, and an estimate of the KL of the engine from the policy, with
+    x = policy - rollout, within 20 nats (limits: RolloutCorrectionConfig). token: of each token; seq_sum, seq_mean,
+    seq_max: sum, mean and maximum over the sequence, which is masked as a whole. k1: -x; k2: x^2 / 2; k3: e^x - 1 - x.
+    seq_mean_k1 is the geometric-mean mask (Liu et al., When speed kills stability, 2025), seq_max the trust-region mask
+    of arXiv 2512.23075. A token without a finite rollout logprob has x = 0.
+    """
+    x = (policy - rollout).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).clamp(-MAX_DRIFT, MAX_DRIFT)
+    estimates = {"k1": -x, "k2": x.square() / 2, "k3": x.exp() - 1 - x}
+    inside = torch.ones_like(x, dtype=torch.bool)
+    for name, (low, high) in masks.items():
+        level, _, estimator = name.rpartition("_")
+        values = estimates[estimator]
+        if estimator == "k1":  # its limits are ratios
+            low, high = math.log(low), math.log(high)
+        if level in ("seq_sum", "seq_mean"):
+            values = sequences.sums(values) if level == "seq_sum" else sequences.means(values)
+        within = (values >= low) & (values <= high)
+        inside &= sequences.sums((~within).double()) == 0 if level == "seq_max" else within
+    return inside.double()
 
 
 def _masked(values: Tensor, mask: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from grpo_mp.utils.types import MicroBatch
 # Published constants: for a positive advantage, for a negative one.
 SAPO_TEMPERATURES = (1.0, 1.05)
 VESPO_K, VESPO_LAMBDA = (2.0, 3.0), (3.0, 2.0)
+EPS = 1e-8
 Reduce = Callable[[Tensor], Tensor]  # sums a tensor over the ranks that hold parts of the same sequences
 
 
@@ -151,6 +152,45 @@ def vespo(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
     lam = torch.where(positive, *VESPO_LAMBDA)
     phi = (lam + k * log_w - lam * log_w.exp()).exp()
     return -phi * terms.advantages * terms.new
+
+
+def within_divergence(terms: TokenTerms, algorithm: AlgorithmConfig, kind: Literal["tv", "kl"]) -> Tensor:
+    """Return whether a token is inside DPPO's trust region, bool [T] (arXiv 2602.04879, binary divergences).
+
+    The two outcomes are: the sampled token, of probability p now and q in the old policy, or any other token. A token
+    leaves the region if its gradient would move it further: p - q > high for A > 0, q - p > low otherwise (tv), or
+    KL(q || p) above the limit and p on that side of q (kl). `clip.low` and `clip.high` are the limits. As in verl, EPS
+    is added to both probabilities of the other tokens.
+    """
+    log_p = terms.new.detach()
+    log_q = log_p - terms.token_log_ratio.detach()
+    p = log_p.exp()
+    q = log_q.exp()
+    clip = algorithm.clip
+    is_positive = terms.advantages > 0
+    if kind == "tv":
+        return torch.where(is_positive, p - q <= clip.high, p - q >= -clip.low)
+    kl = q * (log_q - log_p) + (1 - q) * ((1 - q + EPS) / (1 - p + EPS)).log()
+    return torch.where(is_positive, (kl <= clip.high) | (p <= q), (kl <= clip.low) | (p >= q))
+
+
+def dppo_tv(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
+    """Compute -sg(r) A log pi inside the trust region of total variation, else 0, [T] -> [T] (DPPO, arXiv 2602.04879).
+
+    `clip.dual_clip` limits r from above.
+    """
+    return _inside_trust_region(terms, algorithm, "tv")
+
+
+def dppo_kl(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
+    """Compute `dppo_tv` with the KL divergence of the old policy from the policy as the limit, [T] -> [T]."""
+    return _inside_trust_region(terms, algorithm, "kl")
+
+
+def _inside_trust_region(terms: TokenTerms, algorithm: AlgorithmConfig, kind: Literal["tv", "kl"]) -> Tensor:
+    limit = algorithm.clip.dual_clip if algorithm.clip.dual_clip is not None else torch.inf
+    ratio = terms.log_ratio.detach().exp().clamp(max=limit)
+    return -ratio * terms.advantages * terms.new * within_divergence(terms, algorithm, kind)
 
 
 def policy_gradient(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:

@@ -18,6 +18,7 @@ class PolicyLossEntry(LazyEntry):
     applies_correction: tuple[Literal["token", "sequence"], ...] = ()
     has_dual_clip: bool = False  # limits ratios by `clip.dual_clip`
     token_advantages: bool = True  # each token has its own advantage; False: a sequence has their mean
+    divergence: Literal["tv", "kl"] | None = None  # what `clip` limits; None: ratios
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,17 @@ POLICY_LOSSES: Registry[Any] = Registry(
         "vespo": PolicyLossEntry(
             LOSS_MODULE + "vespo", reads=("vespo",), token_ratios=True, applies_correction=("token",)
         ),
+        "dppo_tv": PolicyLossEntry(LOSS_MODULE + "dppo_tv", reads=("clip",), token_ratios=True, divergence="tv"),
+        "dppo_kl": PolicyLossEntry(LOSS_MODULE + "dppo_kl", reads=("clip",), token_ratios=True, divergence="kl"),
         "unclipped": PolicyLossEntry(LOSS_MODULE + "policy_gradient"),
     },
     parameters=("terms", "algorithm"),
 )
-ADVANTAGE_ESTIMATORS: Registry[Any] = Registry("advantage estimator", parameters=("samples", "advantage", "weights"))
+ADVANTAGE_ESTIMATORS: Registry[Any] = Registry(
+    "advantage estimator",
+    {"pass_at_k": LazyEntry("grpo_mp.algorithms.advantages:estimate_pass_at_k")},
+    parameters=("samples", "advantage", "weights"),
+)
 GROUP_FILTERS: Registry[Any] = Registry(
     "group filter",
     {

@@ -1,11 +1,11 @@
 """The `algorithm` section: independent parts, each with its choices. A preset (presets.yaml) sets any of them."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from grpo_mp.algorithms.distillation_settings import DistillationConfig
-from grpo_mp.algorithms.presets import PRESETS
+from grpo_mp.algorithms.presets import CORRECTIONS, PRESETS
 from grpo_mp.algorithms.registries import (
     ADVANTAGE_ESTIMATORS,
     CURRICULA,
@@ -17,13 +17,28 @@ from grpo_mp.utils.errors import did_you_mean
 from grpo_mp.utils.section import Section
 
 RatioLevel = Literal["token", "sequence", "sequence_token", "product"]
+MaskName = Literal[
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k2",
+    "seq_max_k3",
+]
 
 
 class AdvantageConfig(Section):
     """How rewards become advantages."""
 
     estimator: Annotated[str, AfterValidator(ADVANTAGE_ESTIMATORS.check_name)] | None = Field(
-        None, description="your own 'file.py:function'; null: by level and combine"
+        None,
+        description="pass_at_k (arXiv 2503.19595, verl grpo_passk), or your own 'file.py:function'; null: by level and "
+        "combine",
     )
     level: Literal["outcome", "process"] = Field(
         "outcome", description="outcome: one advantage for each response; process: rewards of steps (reward.steps)"
@@ -33,8 +48,9 @@ class AdvantageConfig(Section):
         description="value subtracted from a reward: mean of the group, of its other samples (RLOO), none, or "
         "the critic's values by GAE (verl adv_estimator gae)",
     )
-    scale: Literal["group_std", "batch_std", "none"] = Field(
-        "group_std", description="what the difference is divided by (TRL scale_rewards); none: Dr. GRPO"
+    scale: Literal["group_std", "batch_std", "group_mean", "none"] = Field(
+        "group_std",
+        description="what the difference is divided by (TRL scale_rewards); group_mean: MaxRL; none: Dr. GRPO",
     )
     combine: Literal["sum", "normalize"] = Field(
         "sum", description="several rewards: summed by weight, or first normalized in the group (GDPO)"
@@ -118,12 +134,41 @@ class RolloutCorrectionConfig(Section):
     )
     low: float | None = Field(None, ge=0, description="lower limit of the weight; null: none")
     high: float | None = Field(None, gt=0, description="upper limit of the weight, 2 to 5 as a rule; null: none")
+    masks: dict[MaskName, tuple[float, float]] = Field(
+        {},
+        description="drop tokens or responses outside of limits, named as verl's rollout_rs: {seq_mean_k1: [0.999, "
+        "1.001], seq_max_k2: 0.05}; k1: limits of engine / policy; k2, k3: the largest estimate of their KL",
+    )
     off_policy_mask_threshold: float | None = Field(
         None,
         gt=0,
         description="nats for each token beyond which responses with a negative advantage do not learn "
         "(DeepSeek-V3.2, TRL's name); null: all learn",
     )
+
+    @field_validator("masks", mode="before")
+    @classmethod
+    def _pairs_of_limits(cls, masks: Any) -> Any:
+        """Write a single limit as a pair: 1 / limit and limit of a ratio (k1), 0 and limit of a divergence."""
+        if not isinstance(masks, dict):
+            return masks
+        single = (int, float)
+        return {
+            name: ((1 / limit if str(name).endswith("k1") else 0.0), limit)
+            if isinstance(limit, single) and limit > 0
+            else limit
+            for name, limit in masks.items()
+        }
+
+    @field_validator("masks")
+    @classmethod
+    def _limits_in_order(cls, masks: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+        for name, (low, high) in masks.items():
+            if low >= high or (name.endswith("k1") and low <= 0):
+                raise ValueError(
+                    f"{name}=[{low:g}, {high:g}]: give two limits, the lower one first, and above 0 for k1"
+                )
+        return masks
 
 
 class EarlyStopConfig(Section):
@@ -182,12 +227,10 @@ class AlgorithmConfig(Section):
     preset: str = Field("grpo", description="published algorithm (grpo_mp/algorithms/README.md), which sets defaults")
     advantage: AdvantageConfig = Field(AdvantageConfig(), description="how rewards become advantages")
     gamma: float = Field(1.0, gt=0, le=1, description="discount with a critic (TRL, verl gamma)")
-    lam: float = Field(
+    lam: Annotated[float, Field(ge=0, le=1)] | Literal["length_adaptive"] = Field(
         1.0,
-        ge=0,
-        le=1,
-        description="lambda of generalized advantage estimation with a critic (TRL, verl lam); below 1 only for "
-        "short answers",
+        description="lambda of generalized advantage estimation with a critic (TRL, verl lam); below 1 only for short "
+        "answers; length_adaptive: 1 - 20 / tokens of the answer, and 1 for the critic's returns (VAPO)",
     )
     ratio: RatioLevel = Field(
         "token",
@@ -228,6 +271,14 @@ class AlgorithmConfig(Section):
     def _preset_exists(cls, value: str) -> str:
         if value not in PRESETS:
             raise ValueError(f"unknown preset {value!r}{did_you_mean(value, PRESETS)}; there are: {', '.join(PRESETS)}")
+        return value
+
+    @field_validator("rollout_correction", mode="before")
+    @classmethod
+    def _correction_exists(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            known = f"{did_you_mean(value, CORRECTIONS)}; there are: {', '.join(CORRECTIONS)}"
+            raise ValueError(f"unknown correction {value!r}{known}")
         return value
 
     @model_validator(mode="after")
@@ -298,8 +349,8 @@ def _advantage_contradictions(algorithm: AlgorithmConfig) -> list[str]:
         "advantage.combine=normalize works inside groups: set advantage.baseline=group_mean": (
             advantage.combine == "normalize" and not advantage.compares_groups
         ),
-        "advantage.scale=group_std needs a group baseline: set advantage.scale=none or batch_std": (
-            advantage.baseline == "none" and advantage.scale == "group_std"
+        f"advantage.scale={advantage.scale} needs a group baseline: set advantage.scale=none or batch_std": (
+            advantage.baseline == "none" and advantage.scale in ("group_std", "group_mean")
         ),
         "gamma and lam belong to a critic's advantages: set algorithm: ppo, or leave them out": (
             not advantage.of_critic and (algorithm.gamma, algorithm.lam) != (1, 1)

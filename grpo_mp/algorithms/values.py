@@ -1,6 +1,7 @@
 """PPO's critic: generalized advantage estimation and the clipped value loss, in float64."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -8,6 +9,7 @@ from torch import Tensor
 from grpo_mp.utils.types import MicroBatch
 
 ValueLoss = Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor]]
+ALPHA = 0.05  # of VAPO's length-adaptive lambda
 LOSS_SUMS = ("value_loss", "vf_clipped", "tokens")  # of a micro-batch: share of the loss; counts of tokens
 RETURN_SUMS = ("tokens", "values", "returns", "returns2", "errors", "errors2")  # over tokens with a loss; error: R - V
 
@@ -31,6 +33,22 @@ def generalized_advantages(rewards: Tensor, values: Tensor, gamma: float, lam: f
     rewards, values = rewards.double(), values.double()
     following = torch.cat([values[1:], values.new_zeros(min(1, len(values)))])
     return discounted_sums(rewards + gamma * following - values, gamma * lam)
+
+
+def advantages_and_returns(
+    rewards: Tensor, values: Tensor, gamma: float, lam: float | Literal["length_adaptive"]
+) -> tuple[Tensor, Tensor]:
+    """Return the advantages and the critic's returns of one response, [T] each.
+
+    Returns are advantages + values. With a length-adaptive lambda, advantages have lambda = 1 - 1 / (ALPHA T), at least
+    0, and returns have lambda 1 (VAPO, arXiv 2504.05118, section 4.1; decoupled GAE: VC-PPO, arXiv 2503.01491).
+    """
+    if lam != "length_adaptive":
+        advantages = generalized_advantages(rewards, values, gamma, lam)
+        return advantages, advantages + values.double()
+    adaptive = max(0.0, 1 - 1 / (ALPHA * max(1, len(values))))
+    returns = generalized_advantages(rewards, values, gamma, 1.0) + values.double()
+    return generalized_advantages(rewards, values, gamma, adaptive), returns
 
 
 def make_value_loss(cliprange_value: float) -> ValueLoss:

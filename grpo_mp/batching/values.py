@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from grpo_mp.algorithms.settings import AlgorithmConfig
-from grpo_mp.algorithms.values import generalized_advantages
+from grpo_mp.algorithms.values import advantages_and_returns
 from grpo_mp.batching.packing import context_index
 from grpo_mp.batching.step_batch import UpdateBatches, kl_costs
 from grpo_mp.distributed.process_groups import Parallel, sum_over_context
@@ -59,6 +59,5 @@ def _of_sequence(packed: Tensor, algorithm: AlgorithmConfig) -> Tensor:
     rewards, costs, values = packed[1:, generated]
     token_rewards = -costs
     token_rewards[-1:] += rewards[-1:]
-    advantages = generalized_advantages(token_rewards, values, algorithm.gamma, algorithm.lam)
-    result[:, generated] = torch.stack([advantages, advantages + values])
+    result[:, generated] = torch.stack(advantages_and_returns(token_rewards, values, algorithm.gamma, algorithm.lam))
     return result

@@ -111,6 +111,8 @@ def _sample_terms(update: UpdateData, i: int, new: Tensor, advantage: float, alg
         policy_loss = policy_loss * kept * correction[kept].log().mean().exp() if kept.any() else policy_loss * 0
     elif algorithm.policy_loss != "vespo":
         policy_loss = policy_loss * correction
+    drift = (new.detach() if algorithm.old_logprobs == "engine" else old) - rollout
+    policy_loss = policy_loss * _passes(drift, algorithm)
     limit = algorithm.rollout_correction.off_policy_mask_threshold
     if limit is not None and advantage < 0 and float((rollout - new.detach()).mean()) > limit:
         policy_loss = policy_loss * 0
@@ -145,6 +147,14 @@ def _policy_loss(new: Tensor, old: Tensor, correction: Tensor, advantage: float,
         bounds = torch.clamp(ratio, max(low, 1e-300), high)
         smaller = torch.min(ratio**sign, bounds**sign) ** sign
         return -(smaller.log().mean().exp()) * advantage * torch.ones_like(new)
+    if algorithm.policy_loss.startswith("dppo"):
+        p, q = new.detach().exp(), old.exp()
+        if algorithm.policy_loss == "dppo_tv":
+            inside = p - q <= algorithm.clip.high if advantage > 0 else q - p <= algorithm.clip.low
+        else:  # verl's 1e-8
+            kl = q * torch.log(q / p) + (1 - q) * torch.log((1 - q + 1e-8) / (1 - p + 1e-8))
+            inside = (kl <= algorithm.clip.high) | (p <= q) if advantage > 0 else (kl <= algorithm.clip.low) | (p >= q)
+        return -ratio.detach().clamp(max=algorithm.clip.dual_clip or math.inf) * advantage * new * inside
     if algorithm.policy_loss == "vespo":
         k, rate = (2.0, 3.0) if advantage >= 0 else (3.0, 2.0)
         log_w = torch.clamp((new - old).detach(), -20, 20).sum()
@@ -183,6 +193,22 @@ def _correction(old: Tensor, rollout: Tensor, algorithm: AlgorithmConfig) -> Ten
     return torch.ones_like(w)
 
 
+def _passes(drift: Tensor, algorithm: AlgorithmConfig) -> Tensor:
+    """[tokens]: 1 inside every mask. `drift`: policy - engine, in nats."""
+    x = drift.clamp(-20, 20)
+    passes = torch.ones_like(x)
+    for name, (low, high) in algorithm.rollout_correction.masks.items():
+        value = {"k1": torch.exp(-x), "k2": x**2 / 2, "k3": torch.exp(x) - x - 1}[name[-2:]]
+        if name.startswith("seq_sum"):
+            value = torch.exp(-x.sum()) if name.endswith("k1") else value.sum()
+        elif name.startswith("seq_mean"):
+            value = torch.exp(-x.mean()) if name.endswith("k1") else value.mean()
+        elif name.startswith("seq_max"):
+            value = value.max()
+        passes = passes * (low <= value) * (value <= high)
+    return passes
+
+
 def _aggregate(terms: Tensor, lengths: Sequence[int], algorithm: AlgorithmConfig) -> Tensor:
     if algorithm.aggregation == "token_mean":
         return terms.sum() / sum(lengths)
@@ -208,6 +234,8 @@ def _advantage(update: UpdateData, sample: int, algorithm: AlgorithmConfig) -> f
         centered = reward - group.mean()
     if compares and group.min() == group.max():
         return 0.0
+    if settings.scale == "group_mean":
+        return float(centered / (group.mean() + EPS))
     std = {"none": None, "group_std": group, "batch_std": rewards}[settings.scale]
     return float(centered if std is None else centered / (std.std(ddof=1) + EPS))
 

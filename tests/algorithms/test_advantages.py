@@ -21,13 +21,15 @@ from grpo_mp.algorithms.advantages import (
     outcome_advantages,
 )
 from grpo_mp.algorithms.settings import AdvantageConfig
+from grpo_mp.utils.errors import UserError
 from tests.algorithms.objective import sample_infos
 
 GROUPED_REWARDS = st.lists(
     st.tuples(st.integers(0, 5), st.one_of(st.sampled_from([0.0, 0.5, 1.0, 1.5]), st.floats(-1e3, 1e3))), max_size=40
 )
 KINDS = st.tuples(
-    st.sampled_from(["group_mean", "leave_one_out", "none"]), st.sampled_from(["group_std", "batch_std", "none"])
+    st.sampled_from(["group_mean", "leave_one_out", "none"]),
+    st.sampled_from(["group_std", "batch_std", "group_mean", "none"]),
 )
 
 
@@ -51,6 +53,9 @@ def expected_advantages(rewards: Sequence[float], group_ids: Sequence[int], base
             gain = reward - math.fsum(others) / len(others)
         else:
             gain = reward - math.fsum(group) / len(group)
+        if scale == "group_mean":
+            expected.append(float(gain / (math.fsum(group) / len(group) + EPS)))
+            continue
         population = {"group_std": group, "batch_std": rewards, "none": None}[scale]
         if population is not None:
             gain /= (float(np.std(population, ddof=1)) if len(population) > 1 else 0.0) + EPS
@@ -79,10 +84,17 @@ def tolerances(rewards: Sequence[float], scaled: bool) -> dict[str, float]:
 def test_any_rewards_in_any_groups(samples: list[tuple[int, float]], kind: tuple[str, str]) -> None:
     group_ids, rewards = [group for group, _ in samples], [reward for _, reward in samples]
     baseline, scale = kind
+    if scale == "group_mean":
+        rewards = [abs(reward) for reward in rewards]
     actual = advantages(rewards, group_ids, baseline=baseline, scale=scale)
     np.testing.assert_allclose(
         actual, expected_advantages(rewards, group_ids, baseline, scale), **tolerances(rewards, scale != "none")
     )
+
+
+def test_a_negative_reward_has_no_share_of_the_group_s_mean() -> None:
+    with pytest.raises(UserError, match=r"a reward is -0\.5: give rewards of 0 or more, or set another scale"):
+        advantages([1.0, -0.5], [0, 0], scale="group_mean")
 
 
 def test_one_group_by_hand() -> None:
@@ -170,3 +182,22 @@ def test_rewards_of_steps_count_where_the_answer_has_none() -> None:
     assert [float(torch.as_tensor(one)[0]) for one in (first, second)] == pytest.approx(
         [0.5 / (0.5**0.5 + EPS), -0.5 / (0.5**0.5 + EPS)]
     )
+
+
+def test_pass_at_k_rewards_the_lead_of_the_best_sample() -> None:
+    """The advantage of a sample is what the group's maximum would lose without it (arXiv 2503.19595, eq. 6)."""
+    ids, rewards = [0, 1, 0, 0, 1, 2, 3, 3], [0.2, 1.0, 0.9, 0.5, 1.0, 0.7, 0.0, 1.0]
+    groups = {number: [i for i, other in enumerate(ids) if other == number] for number in ids}
+    expected = [
+        max(rewards[j] for j in groups[number]) - max(rewards[j] for j in groups[number] if j != i)
+        if len(groups[number]) > 1
+        else 0.0
+        for i, number in enumerate(ids)
+    ]
+    samples = sample_infos(ids, rewards=rewards)
+    plain = AdvantageConfig(estimator="pass_at_k", scale="none")
+    found = estimate_advantages(load_estimator(plain), samples, plain, {})
+    assert found == pytest.approx(expected, abs=1e-15)
+    by_std = plain.model_copy(update={"scale": "group_std"})
+    std = float(np.std([0.2, 0.9, 0.5], ddof=1))
+    assert estimate_advantages(load_estimator(by_std), samples, by_std, {})[2] == pytest.approx(0.4 / (std + EPS))

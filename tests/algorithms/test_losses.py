@@ -40,6 +40,17 @@ PARTS: dict[str, dict[str, Any]] = {
     },
     "vespo with TIS": {"policy_loss": "vespo", "rollout_correction": {"kind": "truncate", "high": 2.0}},
     "off-policy sequence mask": {"rollout_correction": {"off_policy_mask_threshold": 0.01}},
+    "geometric mean mask with token TIS": {
+        "rollout_correction": {"kind": "truncate", "high": 2.0, "masks": {"seq_mean_k1": [0.95, 1.06]}}
+    },
+    "masks of tokens and sequences": {
+        "rollout_correction": {"masks": {"token_k1": 2.0, "token_k3": 0.2, "seq_sum_k2": 8.0, "seq_max_k3": 0.5}}
+    },
+    "trust region mask without old logprobs": {
+        "old_logprobs": "engine",
+        "rollout_correction": {"masks": {"seq_max_k2": 0.05, "seq_sum_k1": [0.1, 10.0]}},
+    },
+    "DPPO with limited ratios": {"policy_loss": "dppo_kl", "clip": {"low": 0.02, "high": 0.05, "dual_clip": 1.1}},
     "product ratio": {"ratio": "product", "clip": {"low": 0.9, "high": 10.0}},
     "gspo with a KL": {"ratio": "sequence", "kl": {"coef": 0.3, "estimator": "k3_unbiased"}},
     "gspo-token with a KL": {"ratio": "sequence_token", "kl": {"coef": 0.3, "estimator": "k3_unbiased"}},

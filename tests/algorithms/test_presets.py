@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from grpo_mp.algorithms.presets import PRESETS
+from grpo_mp.algorithms.presets import CORRECTIONS, PRESETS
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.config import Settings, check_settings, dump_settings, load_settings
 from grpo_mp.utils.errors import UserError
@@ -159,12 +159,36 @@ def test_the_user_s_settings_override_the_preset_s(tmp_path: Path) -> None:
         ({"preset": "gspo", "advantage": {"level": "process"}}, "or sequence_token"),
         ({"old_logprobs": "engine", "rollout_correction": {"kind": "mask", "high": 2}}, "leaves nothing to correct"),
         ({"preset": "reinforce_pp", "filter": {"zero_std": "drop"}}, "filter.zero_std looks at groups"),
+        ({"preset": "reinforce_pp", "advantage": {"scale": "group_mean"}}, "scale=group_mean needs a group baseline"),
+        (
+            {"rollout_correction": "decoupled_geo"},
+            "unknown correction 'decoupled_geo' (did you mean decoupled_geo_rs?)",
+        ),
+        ({"rollout_correction": {"masks": {"seq_max_k1": 2.0}}}, "algorithm.rollout_correction.masks.seq_max_k1"),
+        ({"rollout_correction": {"masks": {"seq_mean_k1": [1.1, 0.9]}}}, "seq_mean_k1=[1.1, 0.9]: give two limits"),
+        ({"rollout_correction": {"masks": {"token_k2": -1}}}, "algorithm.rollout_correction.masks.token_k2"),
     ],
 )
 def test_contradictions(algorithm: Any, sentence: str) -> None:
     with pytest.raises(UserError) as refused:
         settings_of(algorithm)
     assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_a_correction_s_name_sets_its_parts_under_the_user_s_settings(name: str, tmp_path: Path) -> None:
+    algorithm = settings_of({"preset": "dapo", "rollout_correction": name}).algorithm
+    parts = {"rollout_correction": {}} | CORRECTIONS[name]
+    assert algorithm == settings_of({"preset": "dapo"} | parts).algorithm
+    assert algorithm != settings_of("dapo").algorithm
+    file = write_settings(tmp_path, {"preset": "dapo", "old_logprobs": "recomputed"})
+    own = load_settings(file, [f"algorithm.rollout_correction={name}"]).algorithm
+    assert (own.old_logprobs, own.rollout_correction) == ("recomputed", algorithm.rollout_correction)
+
+
+def test_one_limit_of_a_mask_is_a_pair() -> None:
+    masks = settings_of({"rollout_correction": {"masks": {"token_k1": 1.25, "seq_max_k3": 0.1}}}).algorithm
+    assert masks.rollout_correction.masks == {"token_k1": (0.8, 1.25), "seq_max_k3": (0.0, 0.1)}
 
 
 def test_a_group_of_one_needs_no_baseline() -> None:

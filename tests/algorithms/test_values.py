@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from grpo_mp.algorithms.values import (
     LOSS_SUMS,
     RETURN_SUMS,
+    advantages_and_returns,
     generalized_advantages,
     make_value_loss,
     return_sums,
@@ -38,6 +39,20 @@ def test_advantages_are_the_sums_of_equation_16(tokens: list[tuple[float, float]
         sum((gamma * lam) ** (end - t) * deltas[end] for end in range(t, len(deltas))) for t in range(len(deltas))
     ]
     assert advantages(rewards, values, gamma, lam) == pytest.approx(expected, abs=1e-11)
+
+
+@given(TOKENS.filter(bool), DISCOUNTS)
+def test_a_length_adaptive_lambda_leaves_the_returns_at_lambda_1(
+    tokens: list[tuple[float, float]], gamma: float
+) -> None:
+    """lambda = 1 - 1 / (0.05 T) of VAPO for the advantages, 0 for short answers; returns are discounted rewards."""
+    rewards, values = ([float(np.float32(pair[k])) for pair in tokens] for k in (0, 1))
+    lam = max(0.0, 1 - 20 / len(tokens))
+    found, returns = advantages_and_returns(torch.tensor(rewards), torch.tensor(values), gamma, "length_adaptive")
+    assert found.tolist() == pytest.approx(advantages(rewards, values, gamma, lam), abs=1e-11)
+    count = len(tokens)
+    expected = [sum(gamma ** (end - t) * rewards[end] for end in range(t, count)) for t in range(count)]
+    assert returns.tolist() == pytest.approx(expected, abs=1e-10)
 
 
 def batch_of(mask: list[float], weights: list[float], old: list[float], returns: list[float]) -> MicroBatch:
