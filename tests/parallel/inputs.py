@@ -30,11 +30,15 @@ SAMPLES = 8 * UPDATES
 
 FAMILY: dict[str, dict[str, Any]] = {  # algorithms whose gradient must not depend on the layout
     **{name: {"preset": name, **preset.settings["algorithm"]} for name, preset in PRESETS.items()},
+    # With the limits of the presets no token leaves the region.
+    "dppo_tv": {"policy_loss": "dppo_tv", "clip": {"low": 1e-3, "high": 1e-3}, "aggregation": "constant"},
+    "dppo_kl": {"policy_loss": "dppo_kl", "clip": {"low": 1e-5, "high": 1e-5}, "aggregation": "constant"},
     "sequence_correction": {"rollout_correction": {"kind": "truncate", "level": "sequence", "high": 1.5}},
     "sequence_mask": {
         "ratio": "sequence",
         "rollout_correction": {"kind": "mask", "level": "sequence", "low": 0.5, "high": 2},
     },
+    "masks_of_sequences": {"rollout_correction": {"masks": {"seq_mean_k1": [0.99, 1.01], "seq_max_k2": 0.01}}},
     "off_policy_mask": {"rollout_correction": {"off_policy_mask_threshold": 0.001}},
     "top_entropy": {"entropy": {"top_quantile": 0.3, "coef": 0.1}, "aggregation": "token_mean"},
     "truncated_masked": {"filter": {"truncated": "mask"}, "aggregation": "token_mean"},
