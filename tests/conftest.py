@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import date
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
+from grpo_mp.data.template import set_template_date, template_date
 from grpo_mp.platform import prepare
 from tools.tiny.arithmetic import make_problems, vocabulary_words, write_jsonl
 from tools.tiny.models import make_tiny, make_tokenizer
@@ -119,6 +121,15 @@ def _restore_signals() -> Iterator[None]:
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def first_of_may() -> Iterator[None]:
+    """Chat templates that write the present day write 1 May 2024."""
+    today = template_date()
+    set_template_date(date(2024, 5, 1))
+    yield
+    set_template_date(today)
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -151,9 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="keep all there, and go on with what is there")
     given = parser.parse_args(arguments)
-    with ExitStack() as stack:
-        folder = given.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        folder.mkdir(parents=True, exist_ok=True)
+    with open_folder(given.folder) as folder:
         settings = make_inputs(folder, given.schedule, given.steps, given.kills)
         file, undisturbed = folder / FOUND, folder / "undisturbed"
         found = Found.read(file) if file.exists() else run_undisturbed(folder, settings, undisturbed)
@@ -174,18 +172,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report(found)
 
 
+@contextmanager
+def open_folder(given: Path | None) -> Iterator[Path]:
+    """Make the given folder, or one that is gone after the body."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = given or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+
+
 def report(found: Found) -> None:
     print(f"kills: {dict(found.kills)}; in phases {dict(found.phases)}")
     print(f"{found.runs} runs of {found.starts} starts; processes left: {found.left or 'none'}")
     print(f"samples that were scored once more than without kills: {found.again} ({found.samples} a run)")
-    failures = found.failures()
+    count = found.kills.total()
+    end(
+        found.failures(), f"{count} of {count} kills: every run as the undisturbed one, no process left, no sample lost"
+    )
+
+
+def end(failures: Sequence[str], passed: str) -> None:
+    """Print failures and the last line; exit with status 1 if there are failures."""
     for failure in failures:
         print(failure)
-    count = found.kills.total()
     if failures:
-        print(f"FAILED: {count} kills, {len(failures)} failures")
+        print(f"FAILED: {len(failures)} failures")
         sys.exit(1)
-    print(f"PASSED: {count} of {count} kills: every run as the undisturbed one, no process left, no sample lost")
+    print(f"PASSED: {passed}")
 
 
 def make_inputs(folder: Path, schedule: str, steps: int, kills: int) -> list[str]:
@@ -328,10 +341,8 @@ def count_scored(folder: Path) -> int:
 
 def begun_episodes(folder: Path) -> list[str]:
     """Return what names each episode of training that was begun, in order."""
-    file, train = (
-        folder / BEGUN,
-        {row["question"]: index for index, row in enumerate(read_jsonl(folder / "train.jsonl"))},
-    )
+    file = folder / BEGUN
+    train = {row["question"]: index for index, row in enumerate(read_jsonl(folder / "train.jsonl"))}
     names = []
     for line in file.read_text().split("\n")[:-1] if file.exists() else []:
         _, text, epoch, index = line.split("\t")

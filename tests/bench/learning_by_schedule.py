@@ -43,13 +43,18 @@ Band = tuple[float, float | None]  # mean, and twice its standard error
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cells = [f"{schedule}/{seed}" for seed in SEEDS for schedule in SCHEDULES]
-    parser.add_argument("--cells", nargs="*", choices=cells, default=cells, metavar="SCHEDULE/SEED")
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--out", type=Path, default=Path("runs/learning_by_schedule"))
-    given = parser.parse_args()
+    given = cells_parser(__doc__, SCHEDULES, Path("runs/learning_by_schedule")).parse_args()
     show(run_cells(given.cells, given.steps, given.out, lambda cell: run(cell, given.steps, given.out)))
+
+
+def cells_parser(text: str | None, names: Iterable[str], out: Path) -> argparse.ArgumentParser:
+    """Make the command line of a bench whose cells are names and seeds."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cells = [f"{name}/{seed}" for seed in SEEDS for name in names]
+    parser.add_argument("--cells", nargs="*", choices=cells, default=cells, metavar="NAME/SEED")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--out", type=Path, default=out)
+    return parser
 
 
 def run_cells(

@@ -1,6 +1,6 @@
 """Does the newcomer's tier see broken code? `python -m tests.bench.mutations` breaks a line a package, each in a copy.
 
-The package's own tests run first, and where they see nothing the rest of the tier. `--only PACKAGE ...` takes some.
+The breaks are those of mutations.yaml. The package's own tests run first, and where they see nothing the rest of the tier. `--only PACKAGE ...` takes some.
 """
 
 import argparse
@@ -13,6 +13,8 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+import yaml
 
 ROOT = Path(__file__).parents[2]
 FAILURE = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
@@ -30,92 +32,7 @@ class Mutation:
     mutated: str
 
 
-MUTATIONS = (
-    Mutation(
-        "algorithms",
-        "the upper clip bound is the lower one",
-        "algorithms/policy_losses.py",
-        "clipped = ratio.clamp(1 - clip.low, 1 + clip.high)",
-        "clipped = ratio.clamp(1 - clip.low, 1 + clip.low)",
-    ),
-    Mutation(
-        "rewards",
-        "repetition is rewarded",
-        "rewards/terms.py",
-        "return len(set(grams)) / len(grams) - 1 if grams else 0.0",
-        "return 1 - len(set(grams)) / len(grams) if grams else 0.0",
-    ),
-    Mutation(
-        "data",
-        "every epoch has the same order",
-        "data/cursor.py",
-        "[cursor.seed % 2**64, cursor.epoch]",
-        "[cursor.seed % 2**64, 0]",
-    ),
-    Mutation(
-        "models",
-        "the output projection of attention is split along the wrong dimension",
-        "models/gqa.py",
-        "tp_dim=1,",
-        "tp_dim=0,",
-    ),
-    Mutation(
-        "distributed",
-        "an expert's tensor rank is that of the dense layers",
-        "distributed/coordinates.py",
-        "expert_tensor=expert_tensor,",
-        "expert_tensor=tensor,",
-    ),
-    Mutation(
-        "batching",
-        "a response is packed one token late",
-        "batching/packing.py",
-        "slice(start + len(sample.prompt_tokens) - 1, end - 1)",
-        "slice(start + len(sample.prompt_tokens), end)",
-    ),
-    Mutation(
-        "checkpoint",
-        "a file's size is not compared",
-        "checkpoint/run_state.py",
-        "is_whole = file.is_file() and file.stat().st_size == size",
-        "is_whole = file.is_file()",
-    ),
-    Mutation(
-        "policy",
-        "ranks name their experts in reverse",
-        "policy/weights.py",
-        "expert_rank * (experts",
-        "(expert_parallel - 1 - expert_rank) * (experts",
-    ),
-    Mutation(
-        "weight_sync",
-        "the check of the engines passes whatever they say",
-        "weight_sync/compare.py",
-        "return self.mean <= tolerance",
-        "return self.mean <= tolerance or self.mean > 0",
-    ),
-    Mutation(
-        "rollout",
-        "scores of given tokens are one token late",
-        "rollout/client.py",
-        '["input_token_logprobs"][1:]]',
-        '["input_token_logprobs"][:-1]]',
-    ),
-    Mutation(
-        "planner",
-        "the optimizer takes no memory",
-        "planner/memory.py",
-        "state = model.sharded_parameters(trained) * per_parameter.optimizer",
-        "state = 0.0",
-    ),
-    Mutation(
-        "trainer",
-        "a resumed run keeps the weights that it started with",
-        "trainer/job.py",
-        'load_policy(policy, checkpoint / "policy")',
-        "pass",
-    ),
-)
+MUTATIONS = [Mutation(**one) for one in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))]
 
 
 def main() -> None:

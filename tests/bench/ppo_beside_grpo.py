@@ -10,7 +10,6 @@ the largest memory of a rank's process in TRAIN; and how much more of it PPO has
 of a critic: at this size the memory of a process varies by more.
 """
 
-import argparse
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,7 +21,7 @@ from rich.table import Table
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.job import make_job
-from tests.bench.learning_by_schedule import ACCURACY, SEEDS, accuracies, by_name, read, run_cells
+from tests.bench.learning_by_schedule import ACCURACY, SEEDS, accuracies, by_name, cells_parser, read, run_cells
 from tests.bench.quickstart_run import CONFIG, make_model, train
 
 MIB = 2**20
@@ -39,12 +38,8 @@ MEMORY = "memory/train/host_bytes"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cells = [f"{preset}/{seed}" for seed in SEEDS for preset in PRESETS]
-    parser.add_argument("--cells", nargs="*", choices=cells, default=cells, metavar="PRESET/SEED")
-    parser.add_argument("--steps", type=int, default=40)
+    parser = cells_parser(__doc__, PRESETS, Path("runs/ppo_beside_grpo"))
     parser.add_argument("--eval-every", type=int, default=10)
-    parser.add_argument("--out", type=Path, default=Path("runs/ppo_beside_grpo"))
     given = parser.parse_args()
     done = run_cells(
         given.cells, given.steps, given.out, lambda cell: run(cell, given.steps, given.eval_every, given.out)
@@ -66,13 +61,8 @@ def run(cell: str, steps: int, eval_every: int, out: Path) -> dict[str, Any]:
     curve = {str(int(line["step"]) * samples): line[ACCURACY] for line in metrics if ACCURACY in line}
     trained = [line for line in metrics if line["step"] > 1]  # the first warms up
     seconds = {name: statistics.median(line[name] for line in trained) for name in TIMES}
-    return {
-        "cell": cell,
-        "steps": steps,
-        "accuracy": curve,
-        "seconds": seconds,
-        "host_bytes": max(line[MEMORY] for line in trained),
-    }
+    measured = {"seconds": seconds, "host_bytes": max(line[MEMORY] for line in trained)}
+    return {"cell": cell, "steps": steps, "accuracy": curve} | measured
 
 
 def planned_bytes() -> float:

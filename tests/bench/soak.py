@@ -11,11 +11,10 @@ killed itself goes on there, in the same run, until all its parts are as long; s
 import argparse
 import json
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
@@ -24,7 +23,7 @@ from statistics import fmean
 import psutil
 
 from grpo_mp.utils.files import write_json
-from tests.bench.kills import FOUND, SCHEDULES, children_of, evidence, make_inputs, processes, rank_of
+from tests.bench.kills import FOUND, SCHEDULES, children_of, end, evidence, make_inputs, open_folder, processes, rank_of
 from tests.e2e.jobs import Job, read_jsonl, spans
 
 TARGETS = ("rank 0", "rank 1", "engine", "engine's child")
@@ -54,9 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="keep all there, and go on with what is there")
     given = parser.parse_args(arguments)
-    with ExitStack() as stack:
-        folder = given.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        folder.mkdir(parents=True, exist_ok=True)
+    with open_folder(given.folder) as folder:
         settings = [*make_inputs(folder, given.schedule, MANY, MANY), *SETTINGS]
         run, undisturbed, file = folder / "run", folder / "undisturbed", folder / FOUND
         soak = Soak(**json.loads(file.read_text())) if file.exists() else Soak()
@@ -154,12 +151,7 @@ def report(soak: Soak, steps: int, different: Sequence[str]) -> None:
         print(f"{name}: {first:,.0f} in the first third, {last:,.0f} in the last")
         if last > MOST_GROWTH * first + 2:
             failures.append(f"{name} grows")
-    for failure in failures:
-        print(failure)
-    if failures:
-        print(f"FAILED: {len(failures)} failures")
-        sys.exit(1)
-    print(f"PASSED: {soak.kills} kills in {steps} steps: metrics as undisturbed, nothing grows, no process left")
+    end(failures, f"{soak.kills} kills in {steps} steps: metrics as undisturbed, nothing grows, no process left")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -96,14 +95,6 @@ def test_the_log_names_what_a_run_resumes_with(tmp_path: Path) -> None:
     fresh = Run(tmp_path / "fresh")
     (fresh.folder / "metrics.jsonl").unlink()
     assert fresh.start(**{"optimizer.lr": 1.0}) == []  # it has done nothing that could be resumed
-
-
-@pytest.fixture
-def first_of_may() -> Iterator[None]:
-    today = template_date()
-    set_template_date(date(2024, 5, 1))
-    yield
-    set_template_date(today)
 
 
 @pytest.mark.usefixtures("first_of_may")

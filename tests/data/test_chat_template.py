@@ -1,4 +1,4 @@
-"""Variables of the chat template: they reach everything that is rendered, and only what the template reads."""
+"""Variables of the chat template and the date of the run reach everything that is rendered."""
 
 import json
 from pathlib import Path
@@ -9,9 +9,12 @@ import pytest
 from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.config.sections import RolloutConfig
 from grpo_mp.config.sft_settings import ChatDataConfig, SftConfig
-from grpo_mp.data.chat_data import ChatEncoder, ChatReader, load_held_out_chats, load_train_chats
+from grpo_mp.data.chat_data import Chat, ChatEncoder, ChatReader, load_held_out_chats, load_train_chats
 from grpo_mp.data.prompts import PromptReader, load_eval_prompts, load_train_prompts
+from grpo_mp.data.template import ChatRenderer
 from grpo_mp.rollout.episodes import load_episode_parts
+from grpo_mp.utils.types import Message
+from tests.episodes.test_chat import make_renderer, published
 from tools.tiny.models import make_tokenizer
 
 # As Qwen3's: the empty thoughts of a prompt without thinking.
@@ -32,7 +35,8 @@ MARKED = PLAIN.replace(
 TOKENIZER = make_tokenizer(["How", "many", "apples"])
 TOKENIZER.chat_template = TEMPLATE
 OFF = {"enable_thinking": False}
-ASK, ANSWER = {"role": "user", "content": "3+4"}, {"role": "assistant", "content": "7"}
+ASK: Message = {"role": "user", "content": "3+4"}
+ANSWER: Message = {"role": "assistant", "content": "7"}
 
 
 def data(folder: Path, **settings: Any) -> DataConfig:
@@ -44,10 +48,8 @@ def data(folder: Path, **settings: Any) -> DataConfig:
 @pytest.mark.parametrize("name", ["chat_template_kwargs", "apply_chat_template_kwargs"])
 def test_they_reach_train_and_eval_prompts(name: str, tmp_path: Path) -> None:
     own = data(tmp_path, **{name: OFF})
-    train, evals = (
-        load_train_prompts(PromptReader(own, TOKENIZER, 100)),
-        load_eval_prompts(PromptReader(own, TOKENIZER, 100)),
-    )
+    reader = PromptReader(own, TOKENIZER, 100)
+    train, evals = load_train_prompts(reader), load_eval_prompts(reader)
     plain = load_train_prompts(PromptReader(data(tmp_path), TOKENIZER, 100))
     text = TOKENIZER.decode(plain[0].tokens)
     assert text == "<|user|>3+4<|im_end|><|assistant|>"
@@ -81,3 +83,21 @@ def test_they_reach_chats_to_learn_from(template: str, tmp_path: Path) -> None:
         sample = chats[0]
         assert tokenizer.decode(sample.prompt_tokens) == "<|user|>[]3+4<|im_end|><|assistant|>[]"
         assert tokenizer.decode(sample.tokens) == "7<|im_end|>"
+
+
+DATED = "{{ strftime_now('%d %b %Y') }} "
+
+
+@pytest.mark.usefixtures("first_of_may")
+def test_prompts_and_later_turns_have_the_date_of_the_run() -> None:
+    renderer = make_renderer("llama3_2", tools=False)
+    assert "Today Date: 01 May 2024" in renderer.tokenizer.decode(renderer.prompt([ASK]))
+
+
+@pytest.mark.usefixtures("first_of_may")
+def test_chats_to_learn_from_have_the_date_of_the_run() -> None:
+    tokenizer = make_renderer("qwen2_5", tools=False).tokenizer
+    tokenizer.chat_template = DATED + published("qwen2_5_training")
+    text = ChatEncoder(tokenizer, "assistant", frozenset([1])).render(Chat((ASK, ANSWER))).text
+    assert text.startswith("01 May 2024")
+    assert ChatRenderer(tokenizer).render([ASK], asks=True).startswith("01 May 2024")

@@ -1,4 +1,4 @@
-"""Calls of tools in data rows, as OpenAI's and Hugging Face's data have them, over the templates of the families."""
+"""Messages of data rows: calls of tools, fields that keep an answer from being learned, thinking."""
 
 import json
 from pathlib import Path
@@ -11,9 +11,11 @@ from grpo_mp.config.sft_settings import ChatDataConfig
 from grpo_mp.data.chat_data import ChatEncoder, read_chat
 from grpo_mp.data.prompts import PromptReader, load_train_prompts
 from grpo_mp.data.rows import Row
-from grpo_mp.data.template import read_message
+from grpo_mp.data.template import as_template_reads, is_learned, read_message, thinking_texts
 from grpo_mp.utils.errors import UserError
-from tests.episodes.test_chat import ASK, CALLING, RESULT, call_of, make_renderer, rendered
+from grpo_mp.utils.types import Message
+from tests.episodes.test_chat import ANSWER, ASK, CALLING, RESULT, call_of, make_renderer, rendered
+from tools.tiny.models import make_tokenizer
 
 HUGGING_FACE: dict[str, Any] = {"content": "", "arguments": {"a": 1}}
 OPENAI: dict[str, Any] = {"content": None, "arguments": '{"a": 1}'}
@@ -70,11 +72,7 @@ def test_calls_that_a_template_never_writes_are_not_learned_in_silence() -> None
     [
         ({"from": "human", "value": "hi", "weight": 0}, "user", "hi"),
         ({"from": "user", "value": "hi", "role": None}, "user", "hi"),
-        (
-            {"role": "user", "content": [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]},
-            "user",
-            "one two",
-        ),
+        ({"role": "user", "content": [{"type": "text", "text": text} for text in ("one ", "two")]}, "user", "one two"),
     ],
 )
 def test_messages_of_sharegpt_and_lists_of_texts_are_messages(message: dict[str, Any], role: str, content: str) -> None:
@@ -94,3 +92,51 @@ def test_messages_of_sharegpt_and_lists_of_texts_are_messages(message: dict[str,
 def test_what_is_no_message_is_refused_by_what_it_is(message: dict[str, Any], found: str) -> None:
     with pytest.raises(UserError, match=rf"rows.jsonl, line 1: a message needs role \(.*found {found}"):
         read_message(message, "rows.jsonl, line 1")
+
+
+@pytest.mark.parametrize(
+    ("fields", "learned"),
+    [
+        ({}, True),
+        ({"name": "Mia", "timestamp": 1}, True),
+        ({"weight": 1}, True),
+        ({"weight": 0}, False),
+        ({"train": False}, False),
+        ({"loss_mask": 0}, False),
+        ({"step_loss_mask": 0}, False),
+        ({"weight": 1, "train": False}, False),
+        ({"pretrained": "x", "blossom": "y"}, True),
+    ],
+)
+def test_switches_of_the_loss(fields: dict[str, Any], learned: bool) -> None:
+    assert is_learned(ANSWER | fields) is learned
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        ("weight", 0.5, "weight of an answer must be true or false, or 1 or 0, not '0.5'"),
+        ("loss_mask", [0, 1], "loss_mask of an answer must be"),
+    ],
+)
+def test_switches_that_cannot_be_read_are_refused(field: str, value: Any, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence.replace("[", r"\[")):
+        is_learned(ANSWER | {field: value})
+
+
+def test_thinking_is_said_beside_the_content() -> None:
+    assert thinking_texts(ANSWER | {"thinking": "hm", "plan": "one", "weight": 0, "reasoning": None}) == [
+        ("thinking", "hm")
+    ]
+
+
+def test_thinking_is_given_in_the_field_that_templates_write() -> None:
+    tokenizer = make_tokenizer([])
+    ask: Message = {"role": "user", "content": "How many?"}
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        thinks = {**ANSWER, name: "hm"}
+        assert as_template_reads([ask, thinks], tokenizer) == [ask, {**ANSWER, "reasoning_content": "hm"}]
+    both = {**ANSWER, "reasoning": "other", "reasoning_content": "hm"}
+    assert as_template_reads([both], tokenizer) == [both]
+    of_user: Message = {"role": "user", "content": "?", "thinking": "hm"}
+    assert as_template_reads([of_user], tokenizer) == [of_user]

@@ -1,6 +1,5 @@
 """Several train sets in one order: shares, repeats, resuming; their columns, system prompts and pass rates."""
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,13 @@ from hypothesis import strategies as st
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.data.cursor import Cursor, PromptQueue, mix_sets, take
-from grpo_mp.data.prompts import PromptReader, PromptSet, load_eval_prompts, load_train_prompts
+from grpo_mp.data.prompts import PromptReader, load_eval_prompts
 from grpo_mp.rewards.base import call_arguments
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import Sample, SampleGroup
+from tests.data.prompt_sets import TOKENIZER, load, write
 from tests.minimal_settings import MINIMAL_SETTINGS
-from tools.tiny.models import make_tokenizer
 
-TOKENIZER = make_tokenizer(["How", "many", "apples"])
 SIZES = st.lists(st.integers(1, 30), min_size=2, max_size=4)
 
 
@@ -74,15 +72,6 @@ def test_a_run_that_resumes_draws_the_same_and_no_step_repeats_a_prompt(
         epoch = stream[start : start + length]
         for share in mixture:
             assert len({index for index in epoch if share.first <= index < share.first + share.size}) == share.count
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def load(train: Any, **data: Any) -> PromptSet:
-    return load_train_prompts(PromptReader(DataConfig(train=train, **data), TOKENIZER, 100))
 
 
 def test_sets_have_their_own_columns(tmp_path: Path) -> None:

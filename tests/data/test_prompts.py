@@ -1,4 +1,5 @@
-import json
+"""Prompts of a train set from every kind of source; bad rows; the digest, which any change of what rows say changes."""
+
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -7,30 +8,22 @@ from typing import Any
 
 import datasets
 import pyarrow
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from pyarrow import parquet
 
 from grpo_mp.config.data_sections import DataConfig
-from grpo_mp.data.prompts import PromptReader, PromptSet, final_answer, load_train_prompts
+from grpo_mp.data.prompts import PromptReader, PromptSet, final_answer
 from grpo_mp.rewards.answer_reading import Number, read_answer
 from grpo_mp.utils.errors import UserError
-from tools.tiny.models import make_tokenizer
+from tests.data.prompt_sets import TOKENIZER, load, write
 
-TOKENIZER = make_tokenizer(["How", "many", "apples"])
 ROWS = [
     {"question": "How many apples? 3+4", "answer": "3+4=<<3+4=7>>7\n#### 7", "level": 1},
     {"question": "Earn", "answer": "A lot.\n#### 1,234,000", "level": 2},
     {"question": "Where?", "answer": "at home", "level": 3},
 ]
-
-
-def write(path: Path, rows: list[Any]) -> str:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return str(path)
-
-
-def load(source: str, limit: int = 100, **columns: Any) -> PromptSet:
-    return load_train_prompts(PromptReader(DataConfig(train=source, **columns), TOKENIZER, limit))
 
 
 def sources(folder: Path) -> list[str]:
@@ -136,11 +129,8 @@ BAD_ROWS = [
 
 @pytest.mark.parametrize(("rows", "message"), BAD_ROWS)
 def test_bad_rows_are_named_with_file_and_line(rows: list[Any], message: str, tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-    path.write_bytes("".join(f"{line}\n" for line in lines).encode(errors="surrogateescape"))
     with pytest.raises(UserError, match=message):
-        load(str(path))
+        load(write(tmp_path / "a.jsonl", rows))
 
 
 @pytest.mark.parametrize("name", ["none.jsonl", "./no/such/folder:train"])
@@ -210,8 +200,7 @@ def test_streams_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
 
     def read(name: str, function: str) -> PromptSet:
-        data = DataConfig(train=name, source=f"{tmp_path / 'streams.py'}:{function}")
-        return load_train_prompts(PromptReader(data, TOKENIZER, 100))
+        return load(name, source=f"{tmp_path / 'streams.py'}:{function}")
 
     for name in ("generated", "streamed"):
         prompts = read(str(tmp_path / "rows.parquet"), name)
@@ -220,3 +209,39 @@ def test_streams_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert [prompts[1].columns["own"], prompts[0].columns["tests"]] == [{3, 4}, [1, "a", None]]
     with pytest.raises(UserError, match=r"reading 'any' failed: RuntimeError: the server is gone"):
         read("any", "broken")
+
+
+SUMS = [{"question": f"{i}+1?", "answer": str(i + 1), "level": i} for i in range(6)]
+
+
+def digest(folder: Path, *sets: list[dict[str, Any]], **settings: Any) -> str:
+    train = {f"set{number}": write(folder / f"{number}.jsonl", rows) for number, rows in enumerate(sets)}
+    return load(train, **settings).digest
+
+
+CHANGES = {
+    "answer": [*SUMS[:5], SUMS[5] | {"answer": "7"}],
+    "column_of_a_reward": [*SUMS[:5], SUMS[5] | {"level": 9}],
+    "row_more": [*SUMS, SUMS[0]],
+    "order": SUMS[::-1],
+}
+
+
+@pytest.mark.parametrize("rows", CHANGES.values(), ids=CHANGES)
+def test_a_changed_row_changes_it(rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    assert digest(tmp_path, rows) != digest(tmp_path, SUMS)
+    assert digest(tmp_path, SUMS, rows) != digest(tmp_path, SUMS, SUMS)
+
+
+def test_what_is_made_of_rows_changes_it(tmp_path: Path) -> None:
+    assert digest(tmp_path, SUMS, system_prompt="Count.") != digest(tmp_path, SUMS)
+    long = [*SUMS, {"question": "7 " * 40, "answer": "7", "level": 0}]
+    assert digest(tmp_path, long, limit=30) != digest(tmp_path, long)
+    assert digest(tmp_path, SUMS, SUMS[:3]) != digest(tmp_path, SUMS[:3], SUMS)
+
+
+def test_the_same_rows_have_the_same_wherever_they_are_read(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    assert digest(tmp_path / "other", SUMS) == digest(tmp_path, SUMS)
+    pq.write_table(pa.Table.from_pylist(SUMS), tmp_path / "rows.parquet")
+    assert load({"set0": str(tmp_path / "rows.parquet")}).digest == digest(tmp_path, SUMS)

@@ -1,6 +1,5 @@
 """What every start says of the sets: what is left out, and which set limits an epoch."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,8 @@ from grpo_mp.data.cursor import mix_sets
 from grpo_mp.data.prompts import PromptReader, load_eval_prompts, load_train_prompts
 from grpo_mp.data.sets import DataSet, overlap_warnings
 from grpo_mp.utils.errors import UserError
+from tests.data.prompt_sets import TOKENIZER, write
 from tools.tiny.models import make_tokenizer
-
-TOKENIZER = make_tokenizer(["How", "many", "apples"])
-
-
-def write(file: Path, rows: list[dict[str, Any]]) -> str:
-    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return str(file)
 
 
 def said(
@@ -81,10 +74,7 @@ def test_the_set_that_limits_an_epoch_is_named() -> None:
     """Of sets of 40, 3 and 90 with equal weights, an epoch has 3 of each."""
     items, names = range(133), ("big", "tiny", "other")
     for weights, sentence in (
-        (
-            (1, 1, 1),
-            "a step takes rollout.prompts_per_step=200, limited by the 3 of data.train.tiny",
-        ),
+        ((1, 1, 1), "a step takes rollout.prompts_per_step=200, limited by the 3 of data.train.tiny"),
         ((1, 0.05, 9), "limited by the 90 of data.train.other: give that more rows or a lower weight"),
     ):
         mixed = DataSet[int]("a, b", [items], mixture=mix_sets((40, 3, 90), weights))

@@ -20,6 +20,7 @@ from grpo_mp.data.chat_data import (
 from grpo_mp.data.cursor import Cursor, take
 from grpo_mp.data.rows import Row
 from grpo_mp.utils.errors import UserError
+from tests.data.prompt_sets import write
 from tools.tiny.models import make_tokenizer
 
 ASK, ANSWER = {"role": "user", "content": "1+2?"}, {"role": "assistant", "content": "3"}
@@ -33,18 +34,14 @@ def encoder() -> ChatEncoder:
 
 
 def load(path: Path, rows: Sequence[dict[str, Any]], data: dict[str, Any] | None = None, **sft: Any) -> ChatSet:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = ChatDataConfig(train=str(path), **(data or {}))
+    config = ChatDataConfig(train=write(path, rows), **(data or {}))
     return load_train_chats(ChatReader(config, SftConfig(**{"batch_size": 1, "max_tokens": 64} | sft), encoder()))
 
 
 @pytest.mark.parametrize(
     ("row", "sentence"),
     [
-        (
-            {"message": []},
-            "no column messages (did you mean message?), the row has",
-        ),
+        ({"message": []}, "no column messages (did you mean message?), the row has"),
         ({"prompt": " ", "completion": "3"}, "column prompt: the prompt is empty"),
         ({"messages": []}, "column messages: expected a list of chat messages"),
         ({"messages": [ASK, {"role": "bot", "content": "3"}]}, "a message needs role (system, user, assistant, tool)"),
@@ -114,9 +111,8 @@ def test_what_becomes_of_samples_that_are_too_long(tmp_path: Path) -> None:
 
 
 def test_a_mixture_has_its_sets_by_weight(tmp_path: Path) -> None:
-    for name, count in (("a", 8), ("b", 4)):
-        (tmp_path / f"{name}.jsonl").write_text((json.dumps(CHAT) + "\n") * count)
-    train = {"a": {"path": str(tmp_path / "a.jsonl")}, "b": {"path": str(tmp_path / "b.jsonl"), "weight": 2}}
+    first, second = write(tmp_path / "a.jsonl", [CHAT] * 8), write(tmp_path / "b.jsonl", [CHAT] * 4)
+    train = {"a": {"path": first}, "b": {"path": second, "weight": 2}}
     mixed = load_train_chats(ChatReader(ChatDataConfig(train=train), SftConfig(batch_size=1, max_tokens=64), encoder()))
     assert (len(mixed), mixed.epoch_size) == (12, 6)
     taken, _ = take(Cursor(), mixed.epoch_size, 6, shuffle=True, mixture=mixed.mixture)
