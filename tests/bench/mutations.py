@@ -1,6 +1,7 @@
 """Does the newcomer's tier see broken code? `python -m tests.bench.mutations` breaks a line a package, each in a copy.
 
-The breaks are those of mutations.yaml. The package's own tests run first, and where they see nothing the rest of the tier. `--only PACKAGE ...` takes some.
+The breaks are in mutations.yaml. The package's own tests run first, and where they see nothing the rest of the tier.
+`--only PACKAGE ...` takes some.
 """
 
 import argparse

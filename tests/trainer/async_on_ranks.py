@@ -87,15 +87,9 @@ class SeededEngine:
         of_tokens = (versions[0],) * (len(places) - 1) + (versions[1],)
         drawn = of_tokens if sampling.seeds else (0,) * len(places)
         tokens = tuple(token_of(seed, place, version) for place, version in zip(places, drawn, strict=True))
-        return EngineOutput(
-            *(
-                tokens,
-                tuple(map(logprob_of, tokens, drawn)),
-                of_tokens,
-                given + len(places) < whole or whole == LONGEST,
-            ),
-            routed_experts=experts_of((*prompt, *tokens)[routed_tokens:-1], routing) if routing else None,
-        )
+        logprobs, truncated = tuple(map(logprob_of, tokens, drawn)), given + len(places) < whole or whole == LONGEST
+        experts = experts_of((*prompt, *tokens)[routed_tokens:-1], routing) if routing else None
+        return EngineOutput(tokens, logprobs, of_tokens, truncated, routed_experts=experts)
 
 
 def length_of(seed: int | str) -> int:

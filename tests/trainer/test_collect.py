@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -37,13 +37,9 @@ PROMPTS, LONGEST, GROUP = 400, 60, 3
 
 class FakeScorer:
     def score_group(self, group: SampleGroup, step: int) -> SampleGroup:
-        return replace(
-            group,
-            samples=tuple(
-                replace(sample, reward=float(len(sample.tokens) % 2), is_correct=group.prompt.index % 3 == 0)
-                for sample in group.samples
-            ),
-        )
+        solved = group.prompt.index % 3 == 0
+        scored = (replace(one, reward=float(len(one.tokens) % 2), is_correct=solved) for one in group.samples)
+        return replace(group, samples=tuple(scored))
 
     def take_stats(self) -> RewardStats:
         return RewardStats()
@@ -164,10 +160,8 @@ def collector(
     job: Any = SimpleNamespace(group=one_rank_job.group)
     job.store, job.rank, job.world_size, job.engine_ranks = dist.HashStore(), 0, 1, 0  # streams' names are new in each
     settings: Any = SimpleNamespace(rollout=config, algorithm=algorithm, shares_devices=schedule == "colocated")
-    settings.data, settings.run = (
-        SimpleNamespace(shuffle=False),
-        SimpleNamespace(seed=0, steps=steps, folder=folder or one_rank_job.new_folder()),
-    )
+    settings.data = SimpleNamespace(shuffle=False)
+    settings.run = SimpleNamespace(seed=0, steps=steps, folder=folder or one_rank_job.new_folder())
     settings.engine, settings.optimizer_steps_per_step = EngineConfig(), 1
     settings.steps_ahead = config.max_staleness - (schedule != "colocated")
     settings.updates_running_groups = schedule == "async" and config.tokens_ahead is None
@@ -179,14 +173,22 @@ def collector(
     return RolloutCollector(settings, prompts, rollouts, scorer, job, phases, lengths_differ, recovery, curriculum)
 
 
-def run_steps(collect: RolloutCollector, engines: list[FakeEngine], steps: int) -> list[RolloutBatch]:
-    state, batches = TrainState(), []
+def each_step(collect: RolloutCollector, engines: Sequence[Any], steps: int) -> Iterator[tuple[int, RolloutBatch]]:
+    """Yield the number and the groups of each step; when the caller has trained on them, engines get new weights."""
+    state = TrainState()
     for step in range(1, steps + 1):
-        batches.append(collect.collect(state, step))
-        state = replace(batches[-1].state, step=step)
+        batch = collect.collect(state, step)
+        yield step, batch
+        state = replace(batch.state, step=step, optimizer_step=step)
+        if not collect.settings.updates_running_groups:
+            collect.finish_generation()
         for engine in engines:
             engine.version = step
-    return batches
+        collect.synced_step = step
+
+
+def run_steps(collect: RolloutCollector, engines: list[FakeEngine], steps: int) -> list[RolloutBatch]:
+    return [batch for _, batch in each_step(collect, engines, steps)]
 
 
 def check_samples(batch: RolloutBatch) -> None:
@@ -224,21 +226,6 @@ def test_steps_train_on_the_prompts_in_their_order_whoever_is_faster(one_rank_jo
     assert all(carried) if max_staleness else not any(carried)
     mixed = [s for batch in batches for group in batch.groups for s in group.samples if len(set(s.weight_versions)) > 1]
     assert bool(mixed) == bool(max_staleness)
-
-
-@pytest.mark.parametrize("max_staleness", [0, 1])
-def test_what_a_former_job_generated_is_taken_up(one_rank_job: Any, max_staleness: int) -> None:
-    """A job that ended after its step takes up the step's groups, and generates only what no record has."""
-    folder, engines = one_rank_job.new_folder(), [FakeEngine()]
-    former = run_steps(collector(one_rank_job, engines, 12, {}, folder=folder, max_staleness=max_staleness), engines, 1)
-    known = sum(info.response_tokens for info in former[0].launched)
-    engines = [FakeEngine()]
-    resumed = collector(one_rank_job, engines, 12, {}, folder=folder, max_staleness=max_staleness)
-    batches = run_steps(resumed, engines, 2)
-    assert [group.prompt for group in batches[0].groups] == [group.prompt for group in former[0].groups]
-    launched = sum(info.response_tokens for batch in batches for info in batch.launched)
-    if not max_staleness:
-        assert launched - known == engines[0].generated
 
 
 def test_groups_of_weights_that_are_too_old_are_counted_and_generated_again(one_rank_job: Any) -> None:
@@ -283,22 +270,15 @@ def test_what_engines_of_their_own_generate_is_neither_lost_nor_older_than_allow
     collect = collector(
         one_rank_job, engines, 8, {"zero_std": "refill"}, schedule=schedule, steps=steps, max_staleness=max_staleness
     )
-    state, trained = TrainState(), []
-    for step in range(1, steps + 1):
-        batch = collect.collect(state, step)
+    trained = []
+    for step, batch in each_step(collect, engines, steps):
         check_samples(batch)
         versions = [version for group in batch.groups for one in group.samples for version in one.weight_versions]
         assert step - 1 - min(versions) <= max_staleness
         if schedule == "one_step_off" and step > 2:
             assert set(versions) == {step - 2}
         trained += [group.prompt.index for group in batch.groups]
-        state = replace(batch.state, step=step)
         time.sleep(random.uniform(0, 0.03))  # the policy is updated
-        if schedule == "one_step_off":
-            collect.finish_generation()
-        for engine in engines:
-            engine.version = step
-        collect.synced_step = step
     in_order = [number % PROMPTS for number in range(2 * PROMPTS) if kept(number % PROMPTS)]
     assert trained == in_order[: len(trained)]
 
@@ -323,21 +303,15 @@ def test_with_a_budget_of_tokens_the_clock_decides_nothing(
         of_step = (t for t in range(max(1, step - begun), step) if place < budget * (begun - (step - t) + 1) - 1)
         return max(0, next(of_step, step) - (1 if colocated else 2))
 
-    state, carried, mixed = TrainState(), [], 0
-    for step in range(1, steps + 1):
-        batch = collect.collect(state, step)
+    carried, mixed = [], 0
+    for step, batch in each_step(collect, engines, steps):
         check_samples(batch)
         assert [group.prompt.index for group in batch.groups] == list(range(8 * (step - 1), 8 * step))
         for one in (sample for group in batch.groups for sample in group.samples):
             assert one.weight_versions == tuple(version_of(place, step) for place in range(len(one.tokens)))
             mixed += len(set(one.weight_versions)) > 1
         carried.append(batch.carried)
-        state = replace(batch.state, step=step)
         time.sleep(random.uniform(0, 0.03))  # the policy is updated
-        collect.finish_generation()
-        for engine in engines:
-            engine.version = step
-        collect.synced_step = step
     assert carried == [8 * min(begun, steps - step) for step in range(1, steps + 1)]
     assert mixed > 20
 
@@ -354,13 +328,10 @@ def test_which_prompts_are_skipped_does_not_depend_on_who_was_faster(one_rank_jo
         engine = FakeEngine(token_s=token_s)
         collect = collector(one_rank_job, [engine], 12, {}, schedule="async", max_staleness=2, **rule)
         collect._queue = PromptQueue(40, shuffle=False)
-        state, prompts = TrainState(), list[int]()
-        for step in range(1, 11):
-            batch = collect.collect(state, step)
+        prompts = list[int]()
+        for _, batch in each_step(collect, [engine], 10):
             prompts += [group.prompt.index for group in batch.groups]
-            state = replace(batch.state, step=step)
             time.sleep(pause_s)
-            engine.version = collect.synced_step = step
         return prompts
 
     slow, fast = trained(1e-3, 0.0), trained(2e-5, 0.1)

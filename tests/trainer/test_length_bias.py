@@ -14,12 +14,11 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.data.prompts import PromptSet
 from grpo_mp.rollout.client import EngineOutput, SamplingParams
 from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.utils.types import Prompt, SampleInfo
-from tests.trainer.test_collect import collector
+from tests.trainer.test_collect import collector, each_step
 
 PROMPTS, STEPS, NEEDED, GROUP, SLOTS = 6000, 25, 64, 8, 64
 SHORTEST, LONGEST, TRAIN_S = 16, 512, 0.8
@@ -91,16 +90,10 @@ def train(
     stub = collector(SimpleNamespace(group=group), engines, SLOTS, filter_, schedule, STEPS, folder, **more)
     prompts = PromptSet("test", [tuple(Prompt(i, str(i), (i,)) for i in range(PROMPTS))])
     collect: Any = replace(stub, prompts=prompts, group_filter=filter_half)
-    state, batches = TrainState(), list[RolloutBatch]()
-    for step in range(1, STEPS + 1):
-        batches.append(collect.collect(state, step))
-        state = replace(batches[-1].state, step=step)
+    batches = list[RolloutBatch]()
+    for _, batch in each_step(collect, engines, STEPS):
+        batches.append(batch)
         collect.rollout.loop.run(asyncio.sleep(TRAIN_S))
-        if schedule == "one_step_off":
-            collect.finish_generation()
-        for engine in engines:
-            engine.version = step
-        collect.synced_step = step
     collect.rollout.loop.close()
     return batches, engines[0].prompts | engines[1].prompts
 

@@ -3,7 +3,6 @@
 import asyncio
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -13,7 +12,7 @@ from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.utils.errors import EngineError, UserError
 from grpo_mp.utils.types import SampleGroup
 from tests.rollout.fake_engine import FakeEngine
-from tests.trainer.test_collect import PROMPTS, MortalEngine, check_samples, collector, kept, run_steps
+from tests.trainer.test_collect import PROMPTS, MortalEngine, check_samples, collector, each_step, kept, run_steps
 
 
 class StuckEngine(FakeEngine):
@@ -113,19 +112,12 @@ def test_groups_of_lost_engines_are_generated_once_by_others(
             engine.is_lost, engine.lives = False, engine.lives if engine.lives > 0 else random.randint(1, 25)
 
     collect.recovery.run = collect.recovery.begin_step = revive
-    state, trained = TrainState(), []
-    for step in range(1, steps + 1):
-        batch = collect.collect(state, step)
+    trained = []
+    for step, batch in each_step(collect, engines, steps):
         check_samples(batch)
         oldest = min(info.oldest_version for info in batch.infos)
         assert step - 1 - oldest <= max_staleness
         trained += [group.prompt.index for group in batch.groups]
-        state = replace(batch.state, step=step)
-        if not collect.settings.updates_running_groups:
-            collect.finish_generation()
-        for engine in engines:
-            engine.version = step
-        collect.synced_step = step
     assert lost
     in_order = [number % PROMPTS for number in range(2 * PROMPTS) if kept(number % PROMPTS)]
     assert trained == in_order[: len(trained)]

@@ -207,11 +207,7 @@ def test_what_the_rewards_met() -> None:
     stats.log("a/b", 1.0)
     stats.log("a/b", 2.0)
     values = reward_metrics(stats)
-    assert values == {
-        "reward/failures": 3,
-        "reward/unscored": 4,
-        "reward/log/a_b": 1.5,
-    }
+    assert values == {"reward/failures": 3, "reward/unscored": 4, "reward/log/a_b": 1.5}
     for name in values:
         assert find_metric(name, "scalar")
 

@@ -41,12 +41,8 @@ def test_a_stopped_job_goes_on_with_what_it_had_begun(
     """It is stopped several times, before or after a step's groups are collected, which the next job repeats."""
     engine, state, trained, tokens = FakeEngine(token_s=5e-4), TrainState(), list[int](), 0
     for job in range(4):
-        collect = collector(
-            *(one_rank_job, [engine], 12, {"zero_std": "refill"}),
-            schedule=schedule,
-            folder=tmp_path,
-            max_staleness=max_staleness,
-        )
+        places = {"schedule": schedule, "folder": tmp_path, "max_staleness": max_staleness}
+        collect = collector(one_rank_job, [engine], 12, {"zero_std": "refill"}, **places)
         collect.synced_step = state.step
         for step in range(2 * job + 1, 2 * job + 3):
             batch = collect.collect(state, step)
@@ -184,10 +180,8 @@ def test_no_record_is_taken_up_of_a_group_that_another_rank_has_begun_anew(
             collect.collect(state, 2)
         return collect
 
-    tasks, stopped = (
-        list[RolloutTask](),
-        collector(*(one_rank_job, [FakeEngine()], 12, {}), folder=tmp_path, max_staleness=1),
-    )
+    tasks = list[RolloutTask]()
+    stopped = collector(one_rank_job, [FakeEngine()], 12, {}, folder=tmp_path, max_staleness=1)
     batch = stopped.collect(TrainState(), 1)
     stopped.stop()
     state = replace(batch.state, step=1, optimizer_step=1)

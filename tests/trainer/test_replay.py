@@ -18,12 +18,7 @@ from grpo_mp.data.cursor import Cursor
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.train import main
 from grpo_mp.trainer.collect import RolloutBatch
-from grpo_mp.trainer.replay import (
-    ReplayCollector,
-    ReplayedRollouts,
-    dump_step,
-    step_file,
-)
+from grpo_mp.trainer.replay import ReplayCollector, ReplayedRollouts, dump_step, step_file
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import Prompt, Sample, SampleGroup
 from tests.conftest import TinyRun

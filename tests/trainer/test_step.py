@@ -102,9 +102,8 @@ def distribution(model: torch.nn.Module, prompt: Sequence[int], response: Sequen
 def scored(model: torch.nn.Module, prompt: Sequence[int], response: Sequence[int]) -> tuple[Values, Values]:
     """Logprob and entropy at each response token."""
     log_distribution = distribution(model, prompt, response)
-    return log_distribution.gather(1, torch.tensor(response)[:, None])[:, 0].numpy(), -(
-        log_distribution.exp() * log_distribution
-    ).sum(-1).numpy()
+    logprobs = log_distribution.gather(1, torch.tensor(response)[:, None])[:, 0]
+    return logprobs.numpy(), -(log_distribution.exp() * log_distribution).sum(-1).numpy()
 
 
 def scored_all(folder: Path, samples: Sequence[Sample]) -> list[tuple[Values, Values]]:
