@@ -1,6 +1,7 @@
 """What runs in which layout: models, layouts and cases, as data."""
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tools.tiny.models import TINY_CONFIGS
@@ -192,8 +193,9 @@ LOADING = {  # who saved -> layouts that load
     "tied-pp2": ("one",),
     "deepseek_v3_mtp-tp2_ep2_pp2": ("pp2_vpp2",),
     "qwen3_5_moe-tp2_ep2_pp2": ("one", "tp2"),
+    "qwen3_moe-tp2_ep2-critic": ("one", "pp2"),
+    "qwen3_moe-pp2_vpp2-lora": ("one", "tp2_ep2"),
 }
-SAVING = tuple(LOADING)
 VARIANTS: dict[str, dict[str, Any]] = {
     "alone": {"max_tokens_per_microbatch": 1},
     "together": {"max_tokens_per_microbatch": 4096},
@@ -205,42 +207,37 @@ VARIED = {
     "qwen3_moe": ("ep2", "tp2_ep2_pp2"),
     "deepseek_v3_mtp": ("pp2_vpp2",),
 }
-OVERLAPPED = ("qwen3_moe-dp2", "qwen3_moe-pp2_vpp2", "deepseek_v3-cp2_ep2", "deepseek_v3_mtp-pp2_vpp2")
+OVERLAPPED = {"qwen3_moe": ("dp2", "pp2_vpp2"), "deepseek_v3": ("cp2_ep2",), "deepseek_v3_mtp": ("pp2_vpp2",)}
+# Gradients in buckets that travel while others are computed, at the last micro-batch.
+OVERLAP = {"megatron_args": {"overlap_grad_reduce": True, "bucket_size": 5000}}
+Layouts = Mapping[str, tuple[str, ...]]
 
 
-def _every_layout() -> list[Case]:
-    cases = []
-    for model, names in SWEPT.items():
-        for layout in names:
-            measures = [name for name in USUAL if name != "logits" or "pp2" not in layout]
-            if model == "qwen3_moe":
-                measures.append("exchange")
-            cases.append(Case(model, layout, tuple(measures), saves=f"{model}-{layout}" in SAVING))
-    return cases
+def each(table: Layouts, measures: Sequence[str], variant: str = "", **fields: Any) -> list[Case]:
+    """Make a case of each model of a table in each of its layouts; a case that others load is saved."""
+    made = [Case(model, layout, tuple(measures), variant, **fields) for model in table for layout in table[model]]
+    return [replace(case, saves=case.name in LOADING) for case in made]
 
 
-def _computed() -> list[Case]:
-    """The other families: those that save are updated, too; what layouts do to training, the models above show."""
-    savers = {saver.split("-")[0] for saver in SAVING}
-    cases = []
-    for model, names in COMPUTED_IN.items():
-        for layout in names:
-            measures = [name for name in COMPUTED if name != "logits" or "pp2" not in layout]
-            if model in savers:
-                measures.append("updates")
-            cases.append(Case(model, layout, tuple(measures), saves=f"{model}-{layout}" in SAVING))
-    return cases
+def computed(table: Layouts, measures: Sequence[str], *more: str) -> list[Case]:
+    """Make cases, where logits are measured unless a pipeline passes them on."""
+    cases = each(table, (*measures, *more))
+    piped = [name for name in measures if name != "logits"]
+    return [replace(case, measures=(*piped, *more)) if "pp2" in case.layout else case for case in cases]
 
 
-def _variants() -> list[Case]:
+def resumed(measure: str, variant: str, lora: bool = False) -> list[Case]:
+    """Make the cases that load what cases of this kind have saved."""
+    kind = variant.removesuffix("resumed").removesuffix("_")
     return [
-        Case(model, layout, ("gradient",), variant, training)
-        for model, layouts in VARIED.items()
+        Case(saver.split("-")[0], layout, (measure,), variant, loads=saver, lora=lora)
+        for saver, layouts in LOADING.items()
+        if saver.split("-")[2:] == ([kind] if kind else [])
         for layout in layouts
-        for variant, training in VARIANTS.items()
     ]
 
 
+SHARE = {"share_prompts": True, "max_tokens_per_microbatch": 240}  # each prompt is computed once
 SHARING = {  # models of every kind of rotary embedding, latent or not
     "qwen3_moe": ("one", "dp2", "pp2_vpp2", "tp2_ep2_pp2"),
     "deepseek_v3": ("one", "tp2_ep2"),
@@ -250,56 +247,10 @@ SHARING = {  # models of every kind of rotary embedding, latent or not
     "yarn": ("one",),
     "deepseek_v3_mtp": ("one",),
 }
-
-
-def _sharing() -> list[Case]:
-    """With each prompt computed once; compared with one rank that computes it for every sample."""
-    share = {"share_prompts": True, "max_tokens_per_microbatch": 240}
-    cases = [
-        Case(model, layout, ("logprobs", "gradient"), "sharing", share)
-        for model, layouts in SHARING.items()
-        for layout in layouts
-    ]
-    return [
-        *cases,
-        Case("deepseek_v3", "one", ("gradient",), "sharing_full", share | {"recompute": "full"}),
-        Case("qwen3_moe", "pp2", ("gradient",), "sharing_selective", share | {"recompute": "selective"}),
-    ]
-
-
-def _overlapped() -> list[Case]:
-    """With gradients in buckets that travel while others are computed, at the last micro-batch."""
-    training = {"megatron_args": {"overlap_grad_reduce": True, "bucket_size": 5000}}
-    return [Case(*name.split("-"), ("updates",), "overlapped", training) for name in OVERLAPPED]
-
-
-def _resumed() -> list[Case]:
-    return [
-        Case(saver.split("-")[0], layout, ("resumed",), "resumed", loads=saver)
-        for saver, layouts in LOADING.items()
-        for layout in layouts
-    ]
-
-
-# Where tokens of one sequence, samples of one update or micro-batches of one rank lie apart, and a mix.
-FAMILY_LAYOUTS = ("one", "dp2", "cp2", "pp2_vpp2", "tp2_ep2", "cp2_pp2")
+# Every preset, and parts that no preset has: each a backward pass of its own, through two layers, but where stages need
+# four. Where tokens of one sequence, samples of one update or micro-batches of one rank lie apart, and a mix.
+FAMILY = {"shallow": ("one", "dp2", "cp2", "tp2_ep2", "cp2_pp2"), "qwen3_moe": ("pp2_vpp2", "one")}
 QUICK_FAMILY = (("one", "family"), ("cp2", "family"))
-
-
-def _family() -> list[Case]:
-    """Every preset, and parts that no preset has; once more with other micro-batches.
-
-    Each is a backward pass of its own: through two layers, but where stages need four.
-    """
-    models = {layout: "qwen3_moe" if "vpp2" in layout else "shallow" for layout in FAMILY_LAYOUTS}
-    cases = [Case(model, layout, ("family",), "family") for layout, model in models.items()]
-    return [
-        *cases,
-        Case("qwen3_moe", "one", ("family",), "family"),
-        Case("shallow", "cp2", ("family",), "family_alone", {"max_tokens_per_microbatch": 1}),
-    ]
-
-
 REPLAYED = {  # a model of each kind of router -> layouts
     "qwen3_moe": ("one", "tp2", "cp2", "pp2_vpp2", "tp2_ep2", "cp2_ep2"),
     "deepseek_v3": ("one", "cp2", "tp2_ep2_pp2"),  # sigmoid, groups, a dense layer first
@@ -307,82 +258,26 @@ REPLAYED = {  # a model of each kind of router -> layouts
     "glm4_moe": ("one",),
     "qwen3_5_moe": ("one", "tp2"),
 }
-
-
-def _replayed() -> list[Case]:
-    """Routers take experts that samples bring; also where activations are recomputed, and prompts shared."""
-    replay, shared = {"router_replay": "R3"}, {"share_prompts": True, "max_tokens_per_microbatch": 240}
-    selective = {"recompute": "selective", "megatron_args": {"recompute_modules": ["moe"]}}
-    return [
-        *(
-            Case(model, layout, ("replayed",), "replayed", replay)
-            for model, layouts in REPLAYED.items()
-            for layout in layouts
-        ),
-        Case("deepseek_v3", "pp2_vpp2", ("replayed",), "replayed_full", replay | {"recompute": "full"}),
-        Case("deepseek_v3", "one", ("replayed",), "replayed_selective", replay | selective),
-        Case("deepseek_v3", "tp2", ("replayed",), "replayed_shared", replay | shared),
-    ]
-
-
+REPLAY = {"router_replay": "R3"}  # routers take experts that samples bring
+REPLAY_SELECTIVE = REPLAY | {"recompute": "selective", "megatron_args": {"recompute_modules": ["moe"]}}
 # What divides a sequence, an update, a vocabulary or experts; of one sequence to a micro-batch, and of many.
 SUPERVISED = {
     "qwen3_moe": ("one", "dp2", "cp2", "pp2_vpp2", "tp2_ep2"),
     "deepseek_v3": ("one",),
     "qwen3": ("one",),
 }
-
-
-def _supervised() -> list[Case]:
-    return [
-        Case(model, layout, ("supervised",), "supervised")
-        for model, layouts in SUPERVISED.items()
-        for layout in layouts
-    ]
-
-
 CRITIC = {
     "qwen3_moe": ("one", "dp2", "cp2", "pp2_vpp2", "tp2_ep2", "tp2_ep2_pp2"),
     "deepseek_v3": ("one", "tp2"),
     "tied": ("one", "pp2"),  # a critic's embedding is tied to nothing
 }
-CRITIC_SAVER, CRITIC_LOADING = "qwen3_moe-tp2_ep2-critic", ("one", "pp2")
-
-
-def _critic() -> list[Case]:
-    """A value model, its updates and its checkpoint; prompts that are computed once."""
-    cases = [
-        Case(model, layout, ("critic",), "critic", saves=f"{model}-{layout}-critic" == CRITIC_SAVER)
-        for model, layouts in CRITIC.items()
-        for layout in layouts
-    ]
-    share = {"share_prompts": True, "max_tokens_per_microbatch": 240}
-    return [
-        *cases,
-        Case("qwen3_moe", "tp2_ep2", ("critic",), "critic_sharing", share),
-        *(
-            Case("qwen3_moe", layout, ("critic_resumed",), "critic_resumed", loads=CRITIC_SAVER)
-            for layout in CRITIC_LOADING
-        ),
-    ]
-
-
 # What divides a vocabulary or a sequence, a pipeline's last stage; a padded vocabulary, a layer that predicts ahead.
 DISTILLED = {
     "qwen3": ("one", "tp2", "cp2"),
     "odd_vocabulary": ("one", "tp2_pp2_vpp2"),
     "deepseek_v3_mtp": ("one", "tp2_cp2"),
 }
-
-
-def _distilled() -> list[Case]:
-    """From a teacher's top k."""
-    return [
-        Case(model, layout, ("distilled",), "distilled") for model, layouts in DISTILLED.items() for layout in layouts
-    ]
-
-
-CONVERTED = {
+CONVERTED = {  # weights that `grpo-mp convert` wrote and reads
     "deepseek_v3": ("tp2_etp2", "pp2_vpp2", "tp2_ep2_pp2"),
     "deepseek_v2": ("tp2_ep2_pp2",),
     "glm4_moe": ("tp2_ep2_pp2",),
@@ -394,15 +289,6 @@ CONVERTED = {
     "tied": ("pp2",),
     "odd_vocabulary": ("tp2_ep2",),
 }
-
-
-def _converted() -> list[Case]:
-    """Weights that `grpo-mp convert` wrote and reads."""
-    return [
-        Case(model, layout, ("converted",), "converted") for model, layouts in CONVERTED.items() for layout in layouts
-    ]
-
-
 # Every way in which a layer with adapters is divided: by attention's heads, rows or columns; by experts, or whole.
 ADAPTED = {
     "qwen3_moe": ("one", "etp2", "pp2_vpp2", "tp2_ep2", "cp2_ep2", "tp2_ep2_pp2", "tp2_ep2_etp2"),
@@ -420,43 +306,40 @@ QUICK_LORA = (
 )
 
 
-def _adapted() -> list[Case]:
-    """Adapters learn and nothing else does; also where activations are recomputed, and from another's checkpoint."""
-    measures, saver = ("adapters", "adapter_updates"), "qwen3_moe-pp2_vpp2-lora"
-    cases = [
-        Case(model, layout, measures, "lora", saves=f"{model}-{layout}-lora" == saver, lora=True)
-        for model, layouts in ADAPTED.items()
-        for layout in layouts
-    ]
-    loading = [
-        Case("qwen3_moe", layout, ("adapter_resumed",), "lora_resumed", loads=saver, lora=True)
-        for layout in ("one", "tp2_ep2")
-    ]
-    full = Case("deepseek_v3", "one", ("adapters",), "lora_full", {"recompute": "full"}, lora=True)
-    return [*cases, *loading, full]
-
-
 # Two cases of one layout: the first breaks on one rank while the other waits, the second must not notice.
 BREAKING = [Case("qwen3", "dp2", ("broken",), "broken"), Case("qwen3", "dp2", ("logprobs",), "after_broken")]
 # Replicas of all weights, of experts only by pairs of ranks, and by context.
 DRIFTED = [Case("qwen3", "dp2", ("drifted",), "drifted")] + [
     Case("deepseek_v3", layout, ("drifted",), "drifted") for layout in ("ep2", "cp2_ep2")
 ]
+RESUMING = {saver.split("-")[0] for saver in LOADING}  # these are updated, too
 ALL = [
-    *_every_layout(),
-    *_computed(),
-    *_variants(),
-    *_sharing(),
-    *_overlapped(),
-    *_family(),
-    *_replayed(),
-    *_supervised(),
-    *_critic(),
-    *_distilled(),
+    *computed({"qwen3_moe": SWEPT["qwen3_moe"]}, USUAL, "exchange"),
+    *computed({model: SWEPT[model] for model in SWEPT if model != "qwen3_moe"}, USUAL),
+    *computed({model: COMPUTED_IN[model] for model in COMPUTED_IN if model in RESUMING}, COMPUTED, "updates"),
+    *computed({model: COMPUTED_IN[model] for model in COMPUTED_IN if model not in RESUMING}, COMPUTED),
+    *(case for name, training in VARIANTS.items() for case in each(VARIED, ["gradient"], name, training=training)),
+    *each(SHARING, ["logprobs", "gradient"], "sharing", training=SHARE),
+    Case("deepseek_v3", "one", ("gradient",), "sharing_full", SHARE | {"recompute": "full"}),
+    Case("qwen3_moe", "pp2", ("gradient",), "sharing_selective", SHARE | {"recompute": "selective"}),
+    *each(OVERLAPPED, ["updates"], "overlapped", training=OVERLAP),
+    *each(FAMILY, ["family"], "family"),
+    Case("shallow", "cp2", ("family",), "family_alone", {"max_tokens_per_microbatch": 1}),
+    *each(REPLAYED, ["replayed"], "replayed", training=REPLAY),
+    Case("deepseek_v3", "pp2_vpp2", ("replayed",), "replayed_full", REPLAY | {"recompute": "full"}),
+    Case("deepseek_v3", "one", ("replayed",), "replayed_selective", REPLAY_SELECTIVE),
+    Case("deepseek_v3", "tp2", ("replayed",), "replayed_shared", REPLAY | SHARE),
+    *each(SUPERVISED, ["supervised"], "supervised"),
+    *each(CRITIC, ["critic"], "critic"),
+    Case("qwen3_moe", "tp2_ep2", ("critic",), "critic_sharing", SHARE),
+    *resumed("critic_resumed", "critic_resumed"),
+    *each(DISTILLED, ["distilled"], "distilled"),
     *BREAKING,
     *DRIFTED,
-    *_resumed(),
-    *_converted(),
-    *_adapted(),
+    *resumed("resumed", "resumed"),
+    *each(CONVERTED, ["converted"], "converted"),
+    *each(ADAPTED, ["adapters", "adapter_updates"], "lora", lora=True),
+    *resumed("adapter_resumed", "lora_resumed", lora=True),
+    Case("deepseek_v3", "one", ("adapters",), "lora_full", {"recompute": "full"}, lora=True),
 ]
 CASES = {case.name: case for case in ALL}
