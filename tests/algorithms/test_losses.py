@@ -1,16 +1,28 @@
-"""Every loss of the family and its gradient against the paper's objective, written out in float64 in `objective.py`."""
+"""Every loss of the family and its gradient against the paper's objective, written out in float64 in `objective.py`.
+
+The weights of tokens under each aggregation, and controllers of coefficients and of an early stop.
+"""
 
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
-from grpo_mp.algorithms.losses import estimate_kl
+from grpo_mp.algorithms.losses import (
+    current_coefficients,
+    estimate_kl,
+    should_early_stop,
+    token_weights,
+    update_adaptive_coefs,
+)
 from grpo_mp.algorithms.presets import PRESETS
-from grpo_mp.algorithms.settings import AlgorithmConfig, KLConfig
+from grpo_mp.algorithms.settings import AlgorithmConfig, EarlyStopConfig, KLConfig
 from grpo_mp.batching.packing import gather_responses
 from grpo_mp.utils.types import MicroBatch
 from tests.algorithms.objective import UpdateData, draw_update, loss_of, objective, to_microbatches
@@ -244,3 +256,75 @@ def test_token_corrections_of_losses_of_sequences_are_verls(preset: str, verl: s
     for ours, theirs in zip(objective(update, algorithm).gradients, verl_gradients(update, verl, 1.2), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
     check(update, algorithm, 24)
+
+
+SAMPLES = st.lists(st.tuples(st.integers(1, 5000), st.booleans()), min_size=1, max_size=50)
+LIMIT = 6000
+
+
+def weights(samples: list[tuple[int, bool]], aggregation: str, **changes: float) -> list[list[float]]:
+    lengths, in_loss = [length for length, _ in samples], [included for _, included in samples]
+    algorithm = AlgorithmConfig.model_validate({"aggregation": aggregation, **changes})
+    by_sample = token_weights(lengths, in_loss, algorithm, LIMIT)
+    return [torch.as_tensor(w, dtype=torch.float64).expand(n).tolist() for n, w in zip(lengths, by_sample, strict=True)]
+
+
+@given(SAMPLES)
+def test_each_weight_follows_its_formula(samples: list[tuple[int, bool]]) -> None:
+    count, tokens = len(samples), sum(length for length, included in samples if included)
+    formulas = {
+        "sequence_mean": lambda n: Fraction(1, count * n),
+        "token_mean": lambda n: Fraction(1, tokens),
+        "sequence_sum": lambda n: Fraction(1, count),
+        "constant": lambda n: Fraction(1, count * LIMIT),
+    }
+    for name, formula in formulas.items():
+        for (length, included), actual in zip(samples, weights(samples, name), strict=True):
+            assert actual == [float(formula(length)) if included else 0.0] * length  # one division, rounded once
+
+
+def test_the_control_token_has_a_weight_of_its_own() -> None:
+    (long, short), alpha, count = weights([(4, True), (1, True)], "decoupled"), 0.001, 2
+    assert long == pytest.approx([alpha / count] + [1 / (3 * count)] * 3)
+    assert short == pytest.approx([alpha / count])
+
+
+def test_the_kl_weight_follows_its_target_at_a_bounded_pace() -> None:
+    algorithm = AlgorithmConfig.model_validate({"kl": {"coef": 0.1, "target": 0.5}})
+    up, down = (update_adaptive_coefs({}, kl=kl, entropy=1.0, algorithm=algorithm)["kl"] for kl in (50.0, 0.0))
+    assert (up, down) == (pytest.approx(0.1 * 1.02), pytest.approx(0.1 * 0.98))
+    assert update_adaptive_coefs({}, kl=0.55, entropy=1.0, algorithm=algorithm)["kl"] == pytest.approx(0.1 * 1.01)
+    adaptive_coefs: dict[str, float] = {}
+    for _ in range(1000):  # where the KL falls with the weight, they meet at the target
+        adaptive_coefs = update_adaptive_coefs(
+            adaptive_coefs, 0.2 / current_coefficients(adaptive_coefs, algorithm).kl, 1.0, algorithm
+        )
+    assert 0.2 / adaptive_coefs["kl"] == pytest.approx(0.5, rel=0.01)
+
+
+def test_the_entropy_bonus_acts_at_or_below_its_target_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_mp.algorithms.losses.ENTROPY_STEP", 0.1)
+    monkeypatch.setattr("grpo_mp.algorithms.losses.MAX_ENTROPY_COEF", 0.25)
+    algorithm = AlgorithmConfig.model_validate({"entropy": {"target": 0.2}})
+    assert current_coefficients({}, algorithm).entropy == 0.0
+    adaptive_coefs: dict[str, float] = {}
+    weights = []
+    for entropy in (0.1, 0.1, 0.1, 0.5, 0.2):
+        adaptive_coefs = update_adaptive_coefs(adaptive_coefs, 0.0, entropy, algorithm)
+        weights.append((adaptive_coefs["entropy"], current_coefficients(adaptive_coefs, algorithm).entropy))
+    assert weights == [
+        pytest.approx(pair) for pair in ((0.1, 0.1), (0.2, 0.2), (0.25, 0.25), (0.15, 0.0), (0.25, 0.25))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("limits", "kl", "stops"),
+    [
+        ({}, 9.0, False),
+        ({"max_kl": 0.1}, 0.11, True),
+        ({"max_kl": 0.1}, 0.09, False),
+        ({"max_kl": 0.1}, float("nan"), True),
+    ],
+)
+def test_early_stop_limits(limits: dict[str, float], kl: float, stops: bool) -> None:
+    assert should_early_stop(kl, EarlyStopConfig.model_validate(limits)) is stops
