@@ -21,6 +21,7 @@ import yaml
 
 from grpo_mp.data.template import set_template_date, template_date
 from grpo_mp.platform import prepare
+from grpo_mp.utils.errors import UserError
 from tools.tiny.arithmetic import make_problems, vocabulary_words, write_jsonl
 from tools.tiny.models import make_tiny, make_tokenizer
 
@@ -121,6 +122,17 @@ def _restore_signals() -> Iterator[None]:
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(scope="session")
+def sandbox() -> None:
+    """Skip the test where programs of a model cannot be shut in."""
+    from grpo_mp.rewards.sandbox import Sandbox
+
+    try:
+        Sandbox()
+    except UserError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture

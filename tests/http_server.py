@@ -22,11 +22,12 @@ def chat_reply(text: str) -> str:
 
 
 class JsonServer(ThreadingHTTPServer):
-    """Answers each POST by `answer`, and keeps what it was sent."""
+    """Answers each POST by `answer`, and keeps what it was sent, and where."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.bodies: list[Any] = []
+        self.paths: list[str] = []
         self.headers: dict[str, str] = {}  # of every answer
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
@@ -54,6 +55,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.bodies.append(body)
+        self.server.paths.append(self.path)
         status, text = self.server.answer(self.path, body, dict(self.headers))
         self.send_response(status)
         for name, value in self.server.headers.items():

@@ -1,5 +1,6 @@
-"""Settings: typed, strict, frozen; overrides; units; the resolved form."""
+"""Settings: typed, strict, frozen; overrides; units; the resolved form; paths; names of other trainers."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,9 @@ import torch
 import yaml
 
 from grpo_mp import platform
-from grpo_mp.config import Settings, check_settings, dump_settings, load_settings, show_settings
+from grpo_mp.config import Settings, check_settings, dump_settings, load_settings, load_sft_settings, show_settings
 from grpo_mp.config.data_sections import EvalSetConfig
+from grpo_mp.config.other_trainers import translate
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.section import Section
 from tests.minimal_settings import MINIMAL_SETTINGS
@@ -199,3 +201,92 @@ def test_no_dtype_is_that_of_the_machine_that_computes(file: Path) -> None:
     assert load_settings(file, ["model.dtype=null"], dtype="float32").model.dtype == "float32"
     assert load_settings(file, ["model.dtype=bfloat16"], dtype="float32").model.dtype == "bfloat16"
     assert platform.default_dtype() == ("bfloat16" if torch.cuda.is_available() else "float32")
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/mia")
+    monkeypatch.setenv("DISK", "/scratch/7")
+    monkeypatch.delenv("NO_SUCH", raising=False)
+
+
+def read(section: str, name: str, value: Any) -> Settings:
+    tree = copy.deepcopy(MINIMAL_SETTINGS)
+    tree.setdefault(section, {})[name] = value
+    return check_settings(tree, "here")
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("~/runs/x", "/home/mia/runs/x"),
+        ("$DISK/x", "/scratch/7/x"),
+        ("${DISK}/x_$HOME", "/scratch/7/x_/home/mia"),
+        ("runs/~x", "runs/~x"),
+    ],
+)
+def test_every_kind_of_path_is_expanded(text: str, path: str) -> None:
+    assert read("run", "folder", text).run.folder == Path(path)
+    assert read("data", "train", text).data.train["train"].path == path
+    assert read("data", "eval", {"held": {"path": text}}).data.eval["held"].path == path
+    mixture = {"a": {"path": text, "pass_rates": text}, "b": "rows.jsonl"}
+    assert read("data", "train", mixture).data.train["a"].pass_rates == path
+    assert read("data", "source", f"{text}/a.py:rows").data.source == f"{path}/a.py:rows"
+
+
+def test_files_of_code_and_arguments_are_expanded_wherever_they_stand() -> None:
+    assert read("rollout", "function", "$DISK/a.py:f").rollout.function == "/scratch/7/a.py:f"
+    loggers = {"~/a.py:Log": {"folder": "~/logs", "title": "5$ of ~me"}}
+    assert read("monitor", "loggers", loggers).monitor.loggers == {
+        "/home/mia/a.py:Log": {"folder": "/home/mia/logs", "title": "5$ of ~me"}
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("$NO_SUCH/x", r"run\.folder: the environment variable NO_SUCH in '\$NO_SUCH/x' is not set"),
+        ("${NO_SUCH}", r"the environment variable NO_SUCH "),
+    ],
+)
+def test_what_cannot_be_expanded_is_refused(text: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        read("run", "folder", text)
+
+
+def test_files_overrides_and_sft_expand_too_and_the_resolved_settings_are_full(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(yaml.safe_dump(MINIMAL_SETTINGS))
+    settings = load_settings(file, ["run.folder=~/x", "data.train=$DISK/a.jsonl"])
+    text = dump_settings(settings)
+    assert "/home/mia/x" in text
+    assert "/scratch/7/a.jsonl" in text
+    kept = {name: MINIMAL_SETTINGS[name] for name in ("run", "model", "optimizer")}
+    file.write_text(yaml.safe_dump({**kept, "data": {"train": "~/a.jsonl"}, "sft": {"batch_size": 1, "max_tokens": 9}}))
+    assert load_sft_settings(file).data.train["train"].path == "/home/mia/a.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("written", "sentence"),
+    [
+        ("rollout.n", "verl's rollout.n is rollout.group_size here"),
+        ("rollout.num_generations", "TRL's num_generations is rollout.group_size here"),
+        ("actor.clip_ratio_low", "verl's actor.clip_ratio_low is algorithm.clip.low here"),
+        ("training.rollout_batch_size", "slime's --rollout-batch-size is rollout.prompts_per_step here"),
+        ("steps_per_generation", "TRL's steps_per_generation is training.updates_per_step here"),
+        ("reward.path", ""),
+        ("algorithm.rollout_correction", ""),  # verl's name, too
+        ("rollout.group_sise", ""),
+    ],
+)
+def test_a_setting_of_another_trainer(written: str, sentence: str) -> None:
+    assert translate(written) == sentence
+
+
+def test_an_unknown_section_names_each_setting_below_it() -> None:
+    with pytest.raises(UserError) as error:
+        check_settings({**MINIMAL_SETTINGS, "trainer": {"total_training_steps": 10, "logger": ["console"]}}, "my.yaml")
+    assert str(error.value) == (
+        "my.yaml: unknown setting trainer: verl's trainer.total_training_steps is run.steps here; "
+        "verl's trainer.logger is monitor.loggers here"
+    )

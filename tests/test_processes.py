@@ -1,15 +1,21 @@
-"""A rank ends with the process that started it, also where that is gone before the rank asks for it."""
+"""A rank ends with the process that started it, also where that is gone before the rank asks for it.
+
+A function in a thread: its end, its error, its limit.
+"""
 
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from grpo_mp.utils.background import BackgroundTask
+from grpo_mp.utils.errors import PhaseTimeout
 from grpo_mp.utils.processes import LAUNCHER_PID, with_death_signal, with_descendants
 
 RANK = """
@@ -130,3 +136,28 @@ def test_the_status_of_a_command_is_its_own() -> None:
         assert subprocess.run(command, check=False).returncode == status
     missing = subprocess.run(with_descendants(["/no/such"]), check=False, capture_output=True, text=True)
     assert (missing.returncode, missing.stderr) == (127, "/no/such: No such file or directory\n")
+
+
+def test_an_error_is_raised_as_itself() -> None:
+    error = KeyError("lost")
+
+    def fail() -> None:
+        raise error
+
+    task = BackgroundTask(fail, "failing")
+    with pytest.raises(KeyError) as caught:
+        task.wait(0, "SAVE", 60.0)
+    assert caught.value is error
+
+
+def test_a_limit_names_rank_and_phase() -> None:
+    go = threading.Event()
+
+    def work() -> None:
+        go.wait(60.0)
+
+    task = BackgroundTask(work, "slow")
+    with pytest.raises(PhaseTimeout, match=r"^rank 3: SAVE in the background passed its limit of 0\.05 s$"):
+        task.wait(3, "SAVE", 0.05)
+    go.set()
+    task.wait(3, "SAVE", 60.0)

@@ -96,11 +96,7 @@ def test_what_is_refused(kind: str, name: str, args: Mapping[str, Any], sentence
 
 GENERAL = {"clip", "none"}  # words that mean other things, too
 NAMES = PRESETS.keys() | FAMILIES.keys() | POLICY_LOSSES.built_in.keys() - GENERAL
-NAMING_MODULES = (
-    "algorithms/presets.py",
-    "algorithms/registries.py",
-    "models/families.py",
-)
+NAMING_MODULES = ("algorithms/presets.py", "algorithms/registries.py", "models/families.py")
 CHOICES = ("preset", "policy_loss", "model_type", "family", "source", "metric")  # settings that name one
 DEFAULTS = {("algorithms/settings.py", "grpo"), ("algorithms/presets.py", "grpo")}
 

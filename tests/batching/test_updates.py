@@ -1,19 +1,16 @@
-"""A step's samples over updates, data-parallel ranks and context-parallel ranks, and back."""
+"""A step's samples over updates, data-parallel ranks context-parallel ranks and micro-batches, and back."""
 
 import random
 from itertools import product
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from grpo_mp.batching.microbatches import MicroBatchSchedule, plan_microbatches
 from grpo_mp.batching.packing import gather_responses
-from grpo_mp.batching.updates import (
-    PackingRule,
-    UpdatePlan,
-    alignment,
-    microbatches,
-    plan_updates,
-)
+from grpo_mp.batching.updates import PackingRule, UpdatePlan, alignment, microbatches, plan_updates
 from grpo_mp.config.sections import LayoutConfig, TrainingConfig
 from grpo_mp.utils.types import MicroBatch, Sample, copy_to
 from tests.batching.helpers import join_context
@@ -193,3 +190,48 @@ def test_micro_batches_reach_a_gpu_from_pinned_memory_and_without_a_wait(monkeyp
     assert calls == ["pinned", ("cuda", {"non_blocking": True})]
     assert copied.is_contiguous()  # otherwise the copy would include the experts of the other layers
     assert copied.equal(experts)
+
+
+def check_schedule(
+    schedule: MicroBatchSchedule, lengths: list[int], ranks: int, capacity: int, align: int, multiple: int
+) -> None:
+    plans = [plan for rank in schedule.ranks for plan in rank]
+    assert len(schedule.ranks) == ranks
+    assert {len(rank) for rank in schedule.ranks} == {schedule.microbatches}
+    assert schedule.microbatches % multiple == 0
+    assert schedule.microbatches >= 1
+    assert sorted(sample for plan in plans for sample in plan.samples) == list(range(len(lengths)))
+    for plan in plans:
+        for sample, padded in zip(plan.samples, plan.lengths, strict=True):
+            assert padded % align == 0
+            assert 0 <= padded - lengths[sample] < align
+        assert plan.tokens <= capacity or len(plan.samples) == 1
+
+
+@given(
+    st.lists(st.integers(1, 60), max_size=40),
+    st.integers(1, 5),
+    st.integers(1, 100),
+    st.sampled_from([1, 2, 4, 8]),
+    st.integers(1, 4),
+    st.sampled_from([0.0, 0.01, 1.0]),
+)
+@settings(max_examples=500)
+def test_every_plan_is_legal_and_deterministic(
+    lengths: list[int], ranks: int, capacity: int, align: int, multiple: int, quadratic: float
+) -> None:
+    costs = [length + quadratic * length**2 for length in lengths]
+    schedule = plan_microbatches(lengths, ranks, capacity, align, multiple, costs)
+    check_schedule(schedule, lengths, ranks, capacity, align, multiple)
+    assert schedule == plan_microbatches(tuple(lengths), ranks, capacity, align, multiple, costs)
+
+
+def test_long_tailed_lengths_balance_over_ranks_and_microbatches() -> None:
+    draw = random.Random(0)
+    lengths = [min(8192, 16 + int(draw.lognormvariate(6, 1))) for _ in range(1024)]
+    schedule = plan_microbatches(lengths, 8, 16384, 16, multiple=2)
+    totals = [sum(plan.tokens for plan in rank) for rank in schedule.ranks]
+    assert max(totals) / (sum(totals) / 8) < 1.01
+    for k in range(schedule.microbatches):
+        together = [rank[k].tokens for rank in schedule.ranks]
+        assert max(together) / (sum(together) / 8) < 1.02

@@ -46,10 +46,7 @@ SCHEDULES = {
     "one_step_off": ("schedule=one_step_off", *OWN_RANK),
     "async": ("schedule=async", "rollout.max_staleness=2", "rollout.tokens_ahead=6", *OWN_RANK),
     "turns": ("schedule=async", "rollout.max_staleness=2", "rollout.tokens_ahead=6", *OWN_RANK),
-    "tools": (
-        "rollout.tools=[tools.tiny.calculator:calculator]",
-        "rollout.tool_parser=pythonic",
-    ),
+    "tools": ("rollout.tools=[tools.tiny.calculator:calculator]", "rollout.tool_parser=pythonic"),
 }
 FUNCTIONS = {"turns": "two_turns", "tools": "ask_the_calculator"}  # of the schedules with episodes
 BEGUN = "begun.txt"  # beside the functions: a line an episode, its step, the prompt's text and epoch, and its index

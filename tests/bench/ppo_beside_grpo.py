@@ -27,12 +27,7 @@ from tests.bench.quickstart_run import CONFIG, make_model, train
 MIB = 2**20
 # The policy's rate is 4e-4, rewards go up to 1.5; lam is what the figures of the guide were made with.
 CRITIC = ("algorithm.lam=0.95", "critic.lr=1e-3", "critic.cliprange_value=0.5")
-PRESETS: dict[str, tuple[str, ...]] = {
-    "grpo": (),
-    "ppo": CRITIC,
-    "rloo": (),
-    "reinforce_pp": (),
-}
+PRESETS: dict[str, tuple[str, ...]] = {"grpo": (), "ppo": CRITIC, "rloo": (), "reinforce_pp": ()}
 TIMES = ("time/generate_s", "time/logprob_s", "time/train_s")
 MEMORY = "memory/train/host_bytes"
 

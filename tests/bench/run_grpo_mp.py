@@ -72,12 +72,7 @@ def make_settings(folder: Path, run_folder: Path, steps: int, schedule: str, sta
         },
         "reward": {"repetition": 1.0},
         "algorithm": {"kl": {"coef": w.KL_WEIGHT}},
-        "optimizer": {
-            "lr": w.LEARNING_RATE,
-            "betas": w.BETAS,
-            "eps": w.EPS,
-            "clip_grad": w.CLIP_GRAD,
-        },
+        "optimizer": {"lr": w.LEARNING_RATE, "betas": w.BETAS, "eps": w.EPS, "clip_grad": w.CLIP_GRAD},
         "training": {"share_prompts": True},
     }
     return check_settings(tree, "the benchmark")

@@ -1,8 +1,8 @@
 """Runs that go wrong in a known way: `python -m tests.bench.sicknesses NAME...`, `--list` lists them.
 
-Each is the quickstart's tiny run, smaller, with some settings changed, which sicknesses.yaml has (and its cold-started
-model, made where it is missing). Prints what the rules of grpo_mp/monitor/rules.yaml find in it; exit status 1 where its
-rule is silent. Minutes each on two cores. `python -m tests.bench.gallery` makes a page of them.
+Each is the quickstart's tiny run, smaller, with the settings changed that sicknesses.yaml has, from the quickstart's
+cold-started model, made where it is missing. Prints what the rules of grpo_mp/monitor/rules.yaml find in it; the exit
+status is 1 where its rule is silent. Minutes each on two cores. `python -m tests.bench.gallery` makes a page of them.
 """
 
 import argparse

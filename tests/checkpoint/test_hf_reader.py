@@ -1,4 +1,7 @@
-"""Folders of safetensors: written here and read by safetensors, and the other way; damaged and missing files."""
+"""Folders of safetensors: written here and read by safetensors, and the other way.
+
+Damaged and missing files; the folder of adapters, of which there is always a whole one under its name.
+"""
 
 import os
 from collections.abc import Iterator
@@ -11,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from grpo_mp.checkpoint.hf_reader import INDEX, HfReader
-from grpo_mp.checkpoint.hf_writer import copy_aux_files
+from grpo_mp.checkpoint.hf_writer import copy_aux_files, write_peft
+from grpo_mp.config.sections import LoraConfig
 from grpo_mp.utils.errors import UserError
 from tests.checkpoint.helpers import write_hf
 
@@ -148,3 +152,31 @@ def test_a_folder_that_is_replaced_is_whole_under_its_name(
     with HfReader(out) as reader:
         assert reader.names == {"model.a"}
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("out")] == ["out"]
+
+
+NAME = "model.layers.0.self_attn.q_proj.lora_A.weight"
+
+
+def test_a_folder_that_cannot_take_its_place_leaves_the_former_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, lora = tmp_path / "adapter", LoraConfig(rank=1, alpha=1.0)
+    write_peft(folder, [(NAME, torch.zeros(1, 4))], tmp_path, lora)
+    before = load_file(folder / "adapter_model.safetensors")
+    rename = Path.rename
+
+    def killed(path: Path, target: Path) -> Path:
+        if target == folder:
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_peft(folder, [(NAME, torch.ones(1, 4))], tmp_path, lora)
+    monkeypatch.undo()
+    (left,) = [path for path in (folder, folder.with_name("adapter.former")) if path.exists()]
+    after = load_file(left / "adapter_model.safetensors")
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    write_peft(folder, [(NAME, torch.ones(1, 4))], tmp_path, lora)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter"]

@@ -1,9 +1,12 @@
-"""Checkpoints and run folders on a real disk: which count, which are removed, which are refused."""
+"""Checkpoints and run folders on a real disk: which count, are removed, or refused; a folder's lock."""
 
 import json
 import os
 import re
 import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,6 +14,7 @@ import pytest
 import yaml
 
 from grpo_mp.checkpoint import run_state
+from grpo_mp.checkpoint.run_lock import LOCK, run_lock
 from grpo_mp.checkpoint.run_state import (
     MANIFEST,
     SETTINGS,
@@ -241,3 +245,47 @@ def test_settings_that_a_resumed_run_may_change(change: str, refused: str, tmp_p
         return
     with pytest.raises(UserError, match=re.escape(f"a run of other settings ({refused})")):
         check_run_folder(tmp_path, yaml.safe_dump(tree), True)
+
+
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from grpo_mp.checkpoint.run_lock import run_lock
+with run_lock(Path(sys.argv[1])):
+    child = os.fork()  # as a writer of checkpoints that outlives its rank
+    if child:
+        print(child, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> "Iterator[subprocess.Popen[str]]":
+    """A process that holds the lock, and has a child."""
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        child = int(process.stdout.readline())
+        yield process
+        process.kill()
+        os.kill(child, 9)
+
+
+def test_a_second_job_is_refused_by_the_name_of_the_first(
+    tmp_path: Path, holder: "subprocess.Popen[str]", caplog: pytest.LogCaptureFixture
+) -> None:
+    sentence = rf"run: another job writes there \(host .*, process {holder.pid}\): stop it, or choose another run.fol"
+    with pytest.raises(UserError, match=sentence), run_lock(tmp_path / "run", wait_s=0.5):
+        pass
+    assert len(caplog.messages) == 1
+    assert f"process {holder.pid}" in (tmp_path / "run" / LOCK).read_text()
+    with run_lock(tmp_path / "other", wait_s=0):
+        pass
+
+
+def test_the_lock_of_a_killed_job_is_gone_while_its_child_lives(
+    tmp_path: Path, holder: "subprocess.Popen[str]"
+) -> None:
+    holder.kill()
+    with run_lock(tmp_path / "run", wait_s=60):
+        assert (tmp_path / "run" / LOCK).read_text().endswith(f"process {os.getpid()}\n")

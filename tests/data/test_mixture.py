@@ -120,17 +120,10 @@ def test_eval_sets_have_their_own_columns(tmp_path: Path) -> None:
     first = write(tmp_path / "a.jsonl", [{"question": "How", "answer": "1"}])
     second = write(tmp_path / "b.jsonl", [{"task": {"problem": [{"role": "user", "content": "many"}]}, "label": 2}])
     own = {"path": second, "prompt_column": "task.problem", "answer_column": "label"}
-    data = DataConfig(
-        train=first,
-        eval={"same": first, "own": own},
-        system_prompt="How many",
-    )
+    data = DataConfig(train=first, eval={"same": first, "own": own}, system_prompt="How many")
     sets = load_eval_prompts(PromptReader(data, TOKENIZER, 100))
     found = {name: (one[0].text, one[0].answer, [m["content"] for m in one[0].messages]) for name, one in sets.items()}
-    assert found == {
-        "same": ("How", "1", ["How many", "How"]),
-        "own": ("many", "2", ["How many", "many"]),
-    }
+    assert found == {"same": ("How", "1", ["How many", "How"]), "own": ("many", "2", ["How many", "many"])}
     groups = {name: SampleGroup(one[0], (Sample.from_tokens(0, (1,), (2,)),)) for name, one in sets.items()}
     asked = {name: call_arguments(group, "question")["prompts"] for name, group in groups.items()}
     assert asked["same"] == ["How"]

@@ -1,5 +1,6 @@
-"""Ports against the real kernel, from one process and from several."""
+"""Ports against the real kernel, from one process and from several; networks of sockets."""
 
+import datetime
 import socket
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 
 from grpo_mp.distributed import ports
 from grpo_mp.distributed.ports import PortClaim, claim_ports, own_address
+from grpo_mp.distributed.rendezvous import RECORDER_VARIABLE, rendezvous
 from grpo_mp.utils.errors import UserError
 
 CLAIM = """
@@ -89,3 +91,13 @@ def test_consecutive_ports_are_reserved_together_without_unused_gaps(monkeypatch
     claims[0].release()
     with socket.create_server(("127.0.0.1", claims[0].ports[-1])), pytest.raises(UserError, match="in a row"):
         claim_all()
+
+
+def test_a_rank_that_does_not_arrive_says_where_it_looked(monkeypatch: pytest.MonkeyPatch) -> None:
+    claim = claim_ports()
+    environment = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+    environment |= {"MASTER_PORT": str(claim.port), "LOCAL_RANK": "0", RECORDER_VARIABLE: "1"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=rf"^rank 1 cannot reach the rendezvous at localhost:{claim.port}: "):
+        rendezvous(datetime.timedelta(seconds=1))

@@ -140,10 +140,7 @@ def test_policy_and_engine_agree_with_transformers(
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
-    [
-        (["missing"], "missing"),
-        (["--length", "1"], "--length 1: the model takes 2 to 1024 tokens"),
-    ],
+    [(["missing"], "missing"), (["--length", "1"], "--length 1: the model takes 2 to 1024 tokens")],
 )
 def test_what_cannot_be_run_is_refused(
     arguments: list[str], sentence: str, make_model: MakeModel, capsys: pytest.CaptureFixture[str]

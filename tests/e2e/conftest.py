@@ -106,19 +106,30 @@ def finished_run(start_job: StartJob, tmp_path_factory: pytest.TempPathFactory) 
 
 def finished_settings(folder: Path) -> tuple[str, ...]:
     """With these, one run writes every metric of the dictionary."""
-    reward = f"reward.functions={{{folder / 'reward.py'}:letters: 1.0}}"
-    exports = ("run.export_every=2",)
-    sampling = ("algorithm.kl.target=0.05", "data.eval.arithmetic.samples=2")
     return (
         f"run.folder={folder / 'run'}",
-        reward,
-        *sampling,
-        *exports,
+        f"reward.functions={{{folder / 'reward.py'}:letters: 1.0}}",
+        "algorithm.kl.target=0.05",
+        "data.eval.arithmetic.samples=2",
+        "run.export_every=2",
         "training.router_replay=R3",
         "rollout.dump=true",
         "monitor.report=true",
         "reward.timeout_s=600",
     )
+
+
+def letters_reward(folder: Path) -> str:
+    """Write the reward, in which samples of any model differ; return the setting that makes it the only one."""
+    (folder / "reward.py").write_text(REWARD)
+    return f"reward={{functions: {{{folder / 'reward.py'}:letters: 1.0}}}}"
+
+
+def run_well(job: Job) -> Outcome:
+    """Wait for a job that must end well, without a word on stderr, and leave no process."""
+    ended = outcome(job)
+    assert (ended.status, ended.err, ended.left) == (0, "", []), f"{ended.out[-2000:]}\n{ended.err}"
+    return ended
 
 
 def outcome(job: Job) -> Outcome:

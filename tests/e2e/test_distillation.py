@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.conftest import TinyRun
-from tests.e2e.conftest import StartJob, outcome
+from tests.e2e.conftest import StartJob, run_well
 from tests.e2e.jobs import read_jsonl
 from tools.tiny.models import make_tiny
 
@@ -73,8 +73,7 @@ def test_the_policy_comes_nearer_to_a_teacher_that_the_job_serves(
         f"run.steps={STEPS}",
         "data.eval={}",
     )
-    result = outcome(start_job(f"run.folder={run}", "rollout.dump=true", *settings))
-    assert (result.status, result.err, result.left) == (0, "", [])
+    run_well(start_job(f"run.folder={run}", "rollout.dump=true", *settings))
     lines = read_jsonl(run / "metrics.jsonl")[1:]
     for line in lines:
         files = sorted((run / "rollouts_dump" / f"step_{line['step']:06d}").glob("rank_*.parquet"))
@@ -96,8 +95,7 @@ def test_the_policy_comes_nearer_to_a_teacher_that_the_job_serves(
     assert "Prefill batch" in (run / "logs" / "teacher_0.log").read_text()
     assert not (run / "logs" / "teacher_1.log").exists()
 
-    replayed = outcome(start_job(f"run.folder={again}", *settings, "--replay", str(run / "rollouts_dump")))
-    assert (replayed.status, replayed.err, replayed.left) == (0, "", [])
+    run_well(start_job(f"run.folder={again}", *settings, "--replay", str(run / "rollouts_dump")))
     for before, after in zip(lines, read_jsonl(again / "metrics.jsonl")[-STEPS:], strict=True):
         names = (*measured, "train/loss", "train/grad_norm")
         assert [after[name] for name in names] == [before[name] for name in names]

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from tests.e2e.conftest import REWARD, Outcome, StartJob, outcome
+from tests.e2e.conftest import Outcome, StartJob, letters_reward, outcome
 from tests.e2e.jobs import LAUNCH, SLEEPING, TORCHRUN, Job, read_jsonl, spans
 
 pytestmark = pytest.mark.slow
@@ -31,9 +31,8 @@ def letters(completions, **_):
 @pytest.fixture
 def start(start_job: StartJob, tmp_path: Path) -> Callable[..., Job]:
     """Start a job in tmp_path/run with a reward in which samples differ."""
-    (tmp_path / "reward.py").write_text(REWARD)
-    reward = f"reward={{functions: {{{tmp_path / 'reward.py'}:letters: 1.0}}}}"
-    common = (f"run.folder={tmp_path / 'run'}", reward, f"run.steps={STEPS}", "run.export=false", "run.eval_every=2")
+    brief = (f"run.steps={STEPS}", "run.export=false", "run.eval_every=2")
+    common = (f"run.folder={tmp_path / 'run'}", letters_reward(tmp_path), *brief)
 
     def run(*overrides: str, command: tuple[str, ...] = LAUNCH) -> Job:
         return start_job(*common, *overrides, command=command)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import REWARD, StartJob, outcome
+from tests.e2e.conftest import REWARD, StartJob, run_well
 from tests.e2e.jobs import read_jsonl
 
 pytestmark = pytest.mark.slow
@@ -32,8 +32,7 @@ def train(start_job: StartJob, tmp_path: Path) -> Train:
         file = tmp_path / "reward.py"
         reward = f"reward={{functions: {{{file}:letters: 1.0, {file}:some: 0.0}}, correct: some}}"
         always = (f"run.folder={tmp_path / 'run'}", "data.eval={}", "run.export=false", reward)
-        result = outcome(start_job(*always, *overrides))
-        assert (result.status, result.err, result.left) == (0, "", []), f"{result.out[-2000:]}\n{result.err}"
+        run_well(start_job(*always, *overrides))
         return read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]
 
     return run
@@ -74,33 +73,6 @@ def test_oversampling_and_early_stop(train: Train) -> None:
         assert step["rollout/length_bias"] > 0
         # The first update is on policy; the second sees the drift, and the other two are left out.
         assert (step["train/updates"], step["train/early_stopped_updates"]) == (2, 2)
-
-
-@pytest.mark.nightly  # test_same_numbers has such steps, too
-def test_later_steps_begin_while_the_last_groups_run(train: Train) -> None:
-    """What a step begins for the next one is paused, goes on with the new weights, and is trained on there."""
-    steps = train(
-        "algorithm={preset: dapo, filter: {metric: reward}}",
-        "run.steps=4",
-        "rollout.max_staleness=1",
-        "training.updates_per_step=2",
-    )
-    assert [step["rollout/groups"] for step in steps] == [4] * 4
-    assert steps[0]["rollout/weight_version_lag/max"] == 0
-    assert all(step["rollout/weight_version_lag/max"] in (0, 2) for step in steps)  # updates of one step
-    assert any(step["rollout/weight_version_lag/max"] for step in steps)
-    assert any(step["rollout/carried_groups"] for step in steps)
-
-
-@pytest.mark.nightly  # the sentence is in trainer/test_collect.py
-def test_data_that_cannot_fill_a_step_ends_the_run_with_a_sentence(start_job: StartJob, tmp_path: Path) -> None:
-    (tmp_path / "same.py").write_text("def same(completions, **_):\n    return [1.0] * len(completions)\n")
-    reward = f"reward={{functions: {{{tmp_path / 'same.py'}:same: 1.0}}}}"
-    parts = "algorithm={filter: {zero_std: refill}}"
-    result = outcome(start_job(f"run.folder={tmp_path / 'run'}", "data.eval={}", reward, parts))
-    assert result.status == 2
-    assert "error: step 1: of 40 groups only 0 pass algorithm.filter.metric=reward, 4 are" in result.err
-    assert result.left == []
 
 
 @pytest.mark.nightly

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.conftest import TinyRun
-from tests.e2e.conftest import REWARD, StartJob, outcome
+from tests.e2e.conftest import REWARD, StartJob, run_well
 from tests.e2e.jobs import read_jsonl
 from tests.reward_models import expected_scores, make_reward_model
 
@@ -102,33 +102,23 @@ def test_both_ranks_are_one_policy_and_one_engine(
 ) -> None:
     """Prompts are shared and of two sets."""
     (tmp_path / "reward.py").write_text(REWARD)
-    run, served = tmp_path / "run", ()
-    if parallel == "tensor":
+    rewards = [f"reward.functions={{{tmp_path / 'reward.py'}:letters: 1.0}}"]
+    run, served = tmp_path / "run", parallel == "tensor"
+    if served:
         make_reward_model(tmp_path / "reward_model", tiny_run.model)
-        served = (f"reward.model={{path: {tmp_path / 'reward_model'}, weight: 0.5}}",)
+        rewards.append(f"reward.model={{path: {tmp_path / 'reward_model'}, weight: 0.5}}")
     layout = (f"layout={{{parallel}: 2}}", "engine.gpus_per_engine=2", *engine)
     training = ("training.share_prompts=true", "training.router_replay=R3")  # ties are broken as the engine did
     brief = ("data.eval={}", "run.steps=2", "run.export=false", "run.export_every=1", "rollout.dump=true")
-    model = (f"model.path={tiny_run.model}", mixture(tmp_path, tiny_run.train, bool(served)))
-    result = outcome(
-        start_job(
-            f"run.folder={run}",
-            f"reward.functions={{{tmp_path / 'reward.py'}:letters: 1.0}}",
-            *model,
-            *layout,
-            *training,
-            *brief,
-            *served,
-        )
-    )
-    assert (result.status, result.err, result.left) == (0, "", [])
+    data = mixture(tmp_path, tiny_run.train, served)
+    run_well(start_job(f"run.folder={run}", data, *rewards, *layout, *training, *brief))
     steps = read_jsonl(run / "metrics.jsonl")
     assert all(step["train/grad_norm"] > 0 for step in steps[1:])
     assert all(step["sync/check/logprob_abs_diff/mean"] <= 1e-4 for step in steps)
     assert wrong_logprobs(run, tiny_run.model) == []
     mismatches = [step["mismatch/logprob_abs_diff/mean"] for step in steps[1:]]
     assert max(mismatches) <= 1e-4, mismatches
-    check_mixture(run, tiny_run.train, 0.5 * bool(served))
+    check_mixture(run, tiny_run.train, 0.5 * served)
     if served:
         check_served_scores(run, tmp_path / "reward_model")
     if parallel == "expert":  # every shard is where the engine needs it

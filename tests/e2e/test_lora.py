@@ -11,7 +11,7 @@ from grpo_mp.checkpoint.chunk_files import read_index
 from grpo_mp.checkpoint.convert import to_hf
 from grpo_mp.utils.errors import UserError
 from tests.conftest import TinyRun
-from tests.e2e.conftest import REWARD, StartJob, outcome
+from tests.e2e.conftest import StartJob, letters_reward, run_well
 from tests.e2e.jobs import read_jsonl
 from tests.parallel import peft_model
 from tests.parallel.full_model import exceeding, file_tensors, relative_errors
@@ -21,12 +21,10 @@ pytestmark = pytest.mark.slow
 
 
 def test_adapters_learn_resume_and_are_exported(start_job: StartJob, tiny_run: TinyRun, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    model = tmp_path / "model"
+    run, model = tmp_path / "run", tmp_path / "model"
     tokenizer = AutoTokenizer.from_pretrained(tiny_run.model)
     shape = {"num_hidden_layers": 2, "hidden_size": 64, "moe_intermediate_size": 32, "initializer_range": 0.1}
     make_tiny(model, "deepseek_v3", tokenizer, **shape)
-    (tmp_path / "reward.py").write_text(REWARD)  # in which samples of any model differ
     settings = (
         f"run.folder={run}",
         f"model={{path: {model}, dtype: float32, lora: {{rank: 8, alpha: 32}}}}",
@@ -34,11 +32,10 @@ def test_adapters_learn_resume_and_are_exported(start_job: StartJob, tiny_run: T
         "rollout={prompts_per_step: 8, group_size: 8, max_prompt_tokens: 64, max_response_tokens: 16}",
         "data.eval={}",
         "run.save_every=1",
-        f"reward={{functions: {{{tmp_path / 'reward.py'}:letters: 1.0}}}}",
+        letters_reward(tmp_path),
     )
     for steps in (2, 12):
-        result = outcome(start_job(*settings, f"run.steps={steps}"))
-        assert (result.status, result.err, result.left) == (0, "", []), f"{result.out[-2000:]}\n{result.err}"
+        run_well(start_job(*settings, f"run.steps={steps}"))
     steps = [line for line in read_jsonl(run / "metrics.jsonl") if line["step"]]
     assert [step["step"] for step in steps] == list(range(1, 13))
     assert all(step["mismatch/logprob_abs_diff/mean"] <= 1e-4 for step in steps)

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from grpo_mp.checkpoint.convert import to_hf
 from tests.conftest import TinyRun
-from tests.e2e.conftest import REWARD, StartJob, outcome
+from tests.e2e.conftest import StartJob, letters_reward, run_well
 from tests.e2e.jobs import read_jsonl
 from tests.parallel.full_model import file_tensors
 from tools.tiny.models import add_mtp_layer, make_tiny
@@ -43,7 +43,6 @@ def test_a_layer_that_predicts_ahead_learns_and_is_exported(
     make_tiny(model, family, tokenizer, num_hidden_layers=2, **shape)
     fill_padding_row(model, tokenizer.pad_token_id)
     add_mtp_layer(model)
-    (tmp_path / "reward.py").write_text(REWARD)  # in which samples of any model differ
     settings = (
         f"run.folder={run}",
         f"model={{path: {model}, dtype: float32, mtp_loss_scaling_factor: 0.1}}",
@@ -54,11 +53,10 @@ def test_a_layer_that_predicts_ahead_learns_and_is_exported(
         "training.updates_per_step=2",
         "training.router_replay=R2",
         "run.save_every=1",
-        f"reward={{functions: {{{tmp_path / 'reward.py'}:letters: 1.0}}}}",
+        letters_reward(tmp_path),
     )
     for steps in (1, 6):  # the losses of the last steps are lower; between two steps they may rise
-        result = outcome(start_job(*settings, f"run.steps={steps}"))
-        assert (result.status, result.err, result.left) == (0, "", []), f"{result.out[-2000:]}\n{result.err}"
+        run_well(start_job(*settings, f"run.steps={steps}"))
     steps = [line for line in read_jsonl(run / "metrics.jsonl") if line["step"]]
     assert [step["step"] for step in steps] == list(range(1, 7))
     losses = [step["train/mtp_loss"] for step in steps]

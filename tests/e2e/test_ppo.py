@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from grpo_mp.checkpoint.run_state import checkpoint_folder
 from tests.conftest import TinyRun
-from tests.e2e.conftest import REWARD, StartJob, outcome
+from tests.e2e.conftest import StartJob, letters_reward, run_well
 from tests.e2e.jobs import read_jsonl
 from tests.parallel.full_model import file_tensors
 from tests.parallel.inputs import fixed_head
@@ -40,13 +40,12 @@ ASYNC = ("schedule=async", "rollout.max_staleness=1", "engine.ranks=1", "layout=
 
 def settings_of(folder: Path) -> tuple[str, ...]:
     """Settings of a run in `folder`, whose critic is in it, too."""
-    (folder / "reward.py").write_text(REWARD)  # in which samples of any model differ
     return (
         *("algorithm=ppo", "algorithm.lam=0.9", "rollout.group_size=1", "rollout.prompts_per_step=16"),
         f"critic={{path: {folder / 'critic'}, lr: 0.003, cliprange_value: 0.5, warmup_steps: 1}}",
         *(f"run.folder={folder / 'run'}", f"run.steps={STEPS}", "run.save_every=1", "run.keep_checkpoints=4"),
         *("data.eval={}", "engine.deterministic=true", "optimizer.lr_schedule=constant"),
-        f"reward={{functions: {{{folder / 'reward.py'}:letters: 1.0}}}}",
+        letters_reward(folder),
     )
 
 
@@ -68,8 +67,7 @@ def test_a_run_with_a_critic_resumes_with_the_same_numbers(
     run, schedule = tmp_path / "run", changes is ASYNC
     make(tiny_run.model, tmp_path / "critic")
     settings = (*settings_of(tmp_path), *changes)
-    result = outcome(start_job(*settings))
-    assert (result.status, result.err, result.left) == (0, "", []), f"{result.out[-2000:]}\n{result.err}"
+    run_well(start_job(*settings))
     steps = read_jsonl(run / "metrics.jsonl")[1:]
     critic = [{name: step[f"critic/{name}"] for name in METRICS} for step in steps]
     assert all(math.isfinite(value) for step in critic for value in step.values())
@@ -86,9 +84,7 @@ def test_a_run_with_a_critic_resumes_with_the_same_numbers(
     for step in range(2, STEPS + 1):
         shutil.rmtree(checkpoint_folder(run, step))
     shutil.rmtree(run / "final")
-    again = outcome(start_job(*settings))
-    assert (again.status, again.err) == (0, ""), again.err
-    assert "resumes after step 1" in again.out
+    assert "resumes after step 1" in run_well(start_job(*settings)).out
     resumed = read_jsonl(run / "metrics.jsonl")[1:]
     assert [{name: step[f"critic/{name}"] for name in METRICS} for step in resumed] == critic
     weights = file_tensors(run / "final")

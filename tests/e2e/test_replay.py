@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from grpo_mp.checkpoint.run_state import checkpoint_folder, read_manifest, write_manifest
-from tests.e2e.conftest import LAST_STEP, FinishedRun, Outcome, StartJob, finished_settings, outcome
-from tests.e2e.jobs import ALONE, LAUNCH, read_jsonl, spans
+from tests.e2e.conftest import LAST_STEP, FinishedRun, StartJob, finished_settings, outcome, run_well
+from tests.e2e.jobs import ALONE, LAUNCH, Job, read_jsonl, spans
 
 pytestmark = pytest.mark.slow
 OF_ROLLOUTS = ("train/", "reward/", "rollout/", "mismatch/")
@@ -20,21 +20,20 @@ OF_ROLLOUTS = ("train/", "reward/", "rollout/", "mismatch/")
 
 def replay(run: FinishedRun, start_job: StartJob, folder: Path, *overrides: str, ranks: int = 2) -> Path:
     """Go on to the end from the checkpoint that the first job left."""
-    result = replayed(run, start_job, folder, *overrides, ranks=ranks)
-    assert (result.status, result.err, result.left) == (0, "", [])
+    run_well(replayed(run, start_job, folder, *overrides, ranks=ranks))
     assert not list(folder.glob("logs/engine_*"))
     assert not any(spans(folder, 0, name) for name in ("GENERATE", "SYNC", "CHECK", "EVAL"))
     return folder
 
 
-def replayed(run: FinishedRun, start_job: StartJob, folder: Path, *overrides: str, ranks: int = 2) -> Outcome:
+def replayed(run: FinishedRun, start_job: StartJob, folder: Path, *overrides: str, ranks: int = 2) -> Job:
     first, checkpoint = run.folder / "run", f"checkpoints/step_{run.stopped_after:06d}"
     shutil.copytree(first / checkpoint, folder / checkpoint, dirs_exist_ok=True)
     written = (first / "settings.yaml").read_text()
     (folder / "settings.yaml").write_text(written.replace(f"folder: {first}\n", f"folder: {folder}\n"))
     settings = (*finished_settings(run.folder), f"run.steps={LAST_STEP}", f"run.folder={folder}", *overrides)
     arguments = (*settings, "--replay", str(first / "rollouts_dump"))
-    return outcome(start_job(*arguments, command=LAUNCH if ranks == 2 else ALONE))
+    return start_job(*arguments, command=LAUNCH if ranks == 2 else ALONE)
 
 
 def damage(run: Path, step: int, folder: Path) -> None:
@@ -89,7 +88,7 @@ def test_a_guard_ends_the_run_before_its_step_is_saved(
 ) -> None:
     """On all ranks; the step's metrics are written."""
     guard = "monitor.guards={train/entropy: {min: 1.0e+9}}"
-    result = replayed(finished_run, start_job, tmp_path, guard, "run.save_every=1")
+    result = outcome(replayed(finished_run, start_job, tmp_path, guard, "run.save_every=1"))
     step = finished_run.stopped_after + 1
     assert (result.status, result.left) == (2, [])
     assert re.match(rf"error: step {step}: train/entropy was below 1e\+09 .*the run stops", result.err), result.err

@@ -10,7 +10,7 @@ import torch
 
 from grpo_mp.rollout.dump import read_groups
 from tests.bench.kills import TURNS, evidence
-from tests.e2e.conftest import REWARD, Outcome, StartJob, outcome
+from tests.e2e.conftest import REWARD, Outcome, StartJob, outcome, run_well
 from tests.e2e.jobs import ALONE, LAUNCH, Job, read_jsonl, spans
 from tests.e2e.test_replay import OF_ROLLOUTS, weights
 from tools.tiny.arithmetic import vocabulary_words
@@ -66,9 +66,7 @@ def check_killed(start: Start, folder: Path, name: str, schedule: tuple[str, ...
     job.signal(signal.SIGKILL, rank=rank)
     killed_job = outcome(job)
     assert (killed_job.status != 0, killed_job.left) == (True, [])
-    resumed = outcome(start(name, schedule))
-    assert (resumed.status, resumed.err) == (0, "")
-    assert re.search(r"resumes after step [12]\b", resumed.out)
+    assert re.search(r"resumes after step [12]\b", run_well(start(name, schedule)).out)
     assert [step["step"] for step in read_jsonl(folder / name / "metrics.jsonl")] == list(range(STEPS + 1))
 
 
@@ -147,8 +145,7 @@ def check_replay(start: Start, run: Path, folder: Path) -> None:
     samples = [sample for group in groups for sample in group.samples]
     assert samples
     assert all(0 < sample.given_tokens < len(sample.tokens) for sample in samples)
-    replayed = outcome(start(folder.name, ASYNC, command=ALONE, more=("--replay", str(dump))))
-    assert (replayed.status, replayed.err, replayed.left) == (0, "", [])
+    run_well(start(folder.name, ASYNC, command=ALONE, more=("--replay", str(dump))))
     steps, again = (read_jsonl(one / "metrics.jsonl")[-STEPS:] for one in (run, folder))
     for one, other in zip(steps, again, strict=True):
         assert {name: one[name] for name in other if name.startswith(OF_ROLLOUTS)} == {
@@ -164,7 +161,6 @@ def test_one_engine_and_two_give_the_same_numbers(start: Start, folder: Path) ->
     """One rank trains; of the engines' ranks there are one, or two."""
     jobs = [("one_engine", 1), ("two_engines", 2)]
     for name, engines in jobs:
-        ended = outcome(start(name, (*ONE_STEP_OFF, f"engine.ranks={engines}"), 1 + engines))
-        assert (ended.status, ended.err) == (0, "")
+        run_well(start(name, (*ONE_STEP_OFF, f"engine.ranks={engines}"), 1 + engines))
         assert read_jsonl(folder / name / "metrics.jsonl")[1]["sync/engines"] == engines
     assert evidence(folder / "one_engine") == evidence(folder / "two_engines")

@@ -9,7 +9,7 @@ import pytest
 
 from grpo_mp.rollout.dump import read_groups
 from grpo_mp.trainer.replay import FOLDER, step_file
-from tests.e2e.conftest import REWARD, Outcome, StartJob, outcome
+from tests.e2e.conftest import StartJob, letters_reward, outcome, run_well
 from tests.e2e.jobs import LAUNCH, Job, read_jsonl, spans
 
 pytestmark = pytest.mark.slow
@@ -20,23 +20,13 @@ UPDATES = 2  # of a step
 @pytest.fixture
 def start(start_job: StartJob, tmp_path: Path) -> Callable[..., Job]:
     """Start a job in tmp_path/run with one rank for an engine, and a reward in which samples differ."""
-    (tmp_path / "reward.py").write_text(REWARD)
-    common = (f"run.folder={tmp_path / 'run'}", "engine.ranks=1", *of_rewards(tmp_path))
+    correction = "algorithm.rollout_correction={kind: truncate, high: 2.0}"
+    common = (f"run.folder={tmp_path / 'run'}", "engine.ranks=1", letters_reward(tmp_path), correction)
 
     def run(*overrides: str, command: tuple[str, ...] = LAUNCH) -> Job:
         return start_job(*common, *overrides, command=command)
 
     return run
-
-
-def of_rewards(folder: Path) -> tuple[str, str]:
-    """What weighs the samples."""
-    reward = f"reward={{functions: {{{folder / 'reward.py'}:letters: 1.0}}}}"
-    return reward, "algorithm.rollout_correction={kind: truncate, high: 2.0}"
-
-
-def ended_well(job: Job) -> bool:
-    return outcome(job) == Outcome(0, job.out, "", [])
 
 
 AHEAD = ("schedule=one_step_off", "engine.ranks=2", "layout={}", "data.eval={}", "run.export=false")
@@ -58,7 +48,7 @@ def check_steps_ahead(folder: Path, last: int) -> None:
 
 def test_the_next_step_is_generated_while_one_trains(start: Callable[..., Job], tmp_path: Path) -> None:
     """Two ranks have an engine each."""
-    assert ended_well(start(*AHEAD, "run.steps=4", command=THREE_RANKS))
+    run_well(start(*AHEAD, "run.steps=4", command=THREE_RANKS))
     check_steps_ahead(tmp_path / "run", 4)
 
 
@@ -68,10 +58,10 @@ def test_what_was_generated_ahead_is_trained_on_after_a_stop(start: Callable[...
     job = start(*AHEAD, "run.steps=20", command=THREE_RANKS)
     job.wait_until(lambda: spans(tmp_path / "run", 0, "TRAIN") >= 3)
     job.signal(signal.SIGUSR1, rank=1)
-    assert ended_well(job)
+    run_well(job)
     done = len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) - 1
     assert 2 <= done < 20
-    assert ended_well(start(*AHEAD, f"run.steps={done + 2}", command=THREE_RANKS))
+    run_well(start(*AHEAD, f"run.steps={done + 2}", command=THREE_RANKS))
     check_steps_ahead(tmp_path / "run", done + 2)
 
 
@@ -92,7 +82,7 @@ def test_engines_take_new_weights_while_requests_run(start: Callable[..., Job], 
         *(("training.router_replay=R3", "rollout.dump=true") if replays else ()),
         command=THREE_RANKS,
     )
-    assert ended_well(job)
+    run_well(job)
     steps = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     for step in steps:
         assert step["sync/check/logprob_abs_diff/mean"] <= 1e-4

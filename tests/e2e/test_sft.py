@@ -4,7 +4,7 @@ import json
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from tests.parallel.full_model import exceeding, relative_errors
 from tools.tiny.arithmetic import make_problems, worked_response, write_rows
 
 SFT = (sys.executable, "-m", "grpo_mp", "sft", "--ranks", "2")
+ONE_RANK = (sys.executable, "-m", "grpo_mp.sft")
 STEPS, BATCH, SAMPLES = 5, 16, 68  # the last step has what is left of the epoch
 TIMES = re.compile(r"(time|speed|memory)/.*")
 WRITTEN = {
@@ -86,29 +87,33 @@ def config(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+def start(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Job]]:
+    """Starts two ranks in a run folder, or one, with settings laid over those of `config`."""
     jobs: list[Job] = []
 
-    def start(folder: Path, *overrides: str) -> Job:
-        jobs.append(Job(tmp_path_factory.mktemp("job"), [str(config), f"run.folder={folder}", *overrides], SFT))
+    def start_job(run: Path, *overrides: str, command: Sequence[str] = SFT) -> Job:
+        jobs.append(Job(tmp_path_factory.mktemp("job"), [str(config), f"run.folder={run}", *overrides], command))
         return jobs[-1]
 
+    yield start_job
+    for job in jobs:
+        job.end()
+
+
+@pytest.fixture(scope="module")
+def runs(config: Path, start: Callable[..., Job]) -> Runs:
     undisturbed, killed = config.parent / "undisturbed", config.parent / "killed"
-    try:
-        job = start(undisturbed)
-        assert job.wait() == 0, job.err
-        job = start(killed)
-        metrics = killed / "metrics.jsonl"
-        job.wait_until(lambda: metrics.exists() and '"step": 3' in metrics.read_text())
-        job.signal(signal.SIGKILL, rank=1)
-        assert job.wait() != 0
-        lines = len(read_jsonl(metrics))
-        job = start(killed)
-        assert job.wait() == 0, job.err
-        yield Runs(undisturbed, killed, lines, job.out)
-    finally:
-        for job in jobs:
-            job.end()
+    job = start(undisturbed)
+    assert job.wait() == 0, job.err
+    job = start(killed)
+    metrics = killed / "metrics.jsonl"
+    job.wait_until(lambda: metrics.exists() and '"step": 3' in metrics.read_text())
+    job.signal(signal.SIGKILL, rank=1)
+    assert job.wait() != 0
+    lines = len(read_jsonl(metrics))
+    job = start(killed)
+    assert job.wait() == 0, job.err
+    return Runs(undisturbed, killed, lines, job.out)
 
 
 def numbers(run: Path) -> list[dict[str, float]]:
@@ -191,14 +196,11 @@ def test_the_report_has_its_losses_and_settings(runs: Runs) -> None:
 
 
 @pytest.mark.slow
-def test_adapters_alone_learn_and_peft_loads_them(config: Path, tiny_run: TinyRun, tmp_path: Path) -> None:
+def test_adapters_alone_learn_and_peft_loads_them(start: Callable[..., Job], tiny_run: TinyRun, tmp_path: Path) -> None:
     run = tmp_path / "run"
     lora = ("model.lora={rank: 8, alpha: 32}", "optimizer.lr=0.01", "optimizer.lr_schedule=constant", "run.epochs=2")
-    job = Job(tmp_path, [str(config), f"run.folder={run}", "run.eval_every=0", "run.export_every=0", *lora], SFT)
-    try:
-        assert job.wait() == 0, job.err
-    finally:
-        job.end()
+    job = start(run, "run.eval_every=0", "run.export_every=0", *lora)
+    assert job.wait() == 0, job.err
     losses = [line["sft/loss"] for line in read_jsonl(run / "metrics.jsonl") if "sft/loss" in line]
     assert losses[-1] < 0.8 * losses[0]
     by_peft = peft_model.merged_state(peft_model.load_peft(tiny_run.model, run / "final_adapter"))
@@ -207,18 +209,12 @@ def test_adapters_alone_learn_and_peft_loads_them(config: Path, tiny_run: TinyRu
     assert exceeding(relative_errors(final, dict(peft_model.load(tiny_run.model).state_dict())), 1e-6)
 
 
-def test_epochs_that_are_added_have_all_of_the_data(config: Path, tmp_path: Path) -> None:
+def test_epochs_that_are_added_have_all_of_the_data(start: Callable[..., Job], tmp_path: Path) -> None:
     """The last step of the first epoch had four samples: the second has no sample less for it."""
     run, alone = tmp_path / "run", ("layout.expert=1", "data.eval={}", "run.export_every=0", "monitor.report=true")
     for epochs, steps in ((1, STEPS), (2, 2 * STEPS)):
-        folder = tmp_path / f"job_{epochs}"
-        folder.mkdir()
-        settings = [str(config), f"run.folder={run}", f"run.epochs={epochs}", *alone]
-        job = Job(folder, settings, (sys.executable, "-m", "grpo_mp.sft"))
-        try:
-            assert job.wait() == 0, job.err
-        finally:
-            job.end()
+        job = start(run, f"run.epochs={epochs}", *alone, command=ONE_RANK)
+        assert job.wait() == 0, job.err
         assert yaml.safe_load((run / "settings.yaml").read_text())["run"]["steps"] == steps
     ends = [(line["train/samples_seen"], line["sft/epoch"]) for line in numbers(run) if line["step"] in (STEPS, steps)]
     assert ends == [(SAMPLES, 1.0), (2 * SAMPLES, 2.0)]
@@ -228,33 +224,28 @@ def test_epochs_that_are_added_have_all_of_the_data(config: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_gradients_above_the_limit_are_skipped(config: Path, tmp_path: Path) -> None:
+def test_gradients_above_the_limit_are_skipped(start: Callable[..., Job], tmp_path: Path) -> None:
     limits = ("optimizer.skip_grad_norm=1e-9", "layout.expert=1", "data.eval={}")
-    job = Job(tmp_path, [str(config), f"run.folder={tmp_path / 'run'}", *limits], (sys.executable, "-m", "grpo_mp.sft"))
-    try:
-        assert job.wait() == 2
-    finally:
-        job.end()
+    job = start(tmp_path / "run", *limits, command=ONE_RANK)
+    assert job.wait() == 2
     assert "; the run stops after 3 skipped updates" in job.err
     assert "step 1: update skipped, 1 in a row" in job.out
 
 
 @pytest.mark.slow
-def test_a_run_that_a_guard_or_a_signal_stops_leaves_a_report_and_a_timeline(config: Path, tmp_path: Path) -> None:
+def test_a_run_that_a_guard_or_a_signal_stops_leaves_a_report_and_a_timeline(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
     for name, limit, status in (("guard", "{sft/loss: {max: 0.0, steps: 2}}", 2), ("signal", "{}", 0)):
         run = tmp_path / name
-        (tmp_path / f"job_{name}").mkdir()
-        settings = (f"run.folder={run}", f"monitor.guards={limit}", "monitor.report=true", "data.eval={}")
+        settings = (f"monitor.guards={limit}", "monitor.report=true", "data.eval={}")
         alone = ("layout.expert=1", "run.epochs=40", "run.save_every=0", "run.export_every=0")
-        job = Job(tmp_path / f"job_{name}", [str(config), *settings, *alone], (sys.executable, "-m", "grpo_mp.sft"))
-        try:
-            if name == "signal":
-                metrics = run / "metrics.jsonl"
-                job.wait_until(lambda metrics=metrics: metrics.exists() and '"step": 2' in metrics.read_text())
-                job.signal(signal.SIGTERM)
-            assert job.wait() == status, job.err
-        finally:
-            job.end()
+        job = start(run, *settings, *alone, command=ONE_RANK)
+        if name == "signal":
+            metrics = run / "metrics.jsonl"
+            job.wait_until(lambda metrics=metrics: metrics.exists() and '"step": 2' in metrics.read_text())
+            job.signal(signal.SIGTERM)
+        assert job.wait() == status, job.err
         done = read_jsonl(run / "metrics.jsonl")[-1]["step"]
         assert 2 <= done < 170
         assert f"{done} of 170" in (run / "report.html").read_text()

@@ -9,7 +9,7 @@ import pytest
 from grpo_mp.checkpoint.run_state import checkpoint_folder, latest_checkpoint
 from grpo_mp.data.cursor import Cursor, take
 from tests.conftest import TRAIN_PROMPTS, TinyRun
-from tests.e2e.conftest import LAST_STEP, REWARD, FinishedRun, StartJob, outcome
+from tests.e2e.conftest import LAST_STEP, FinishedRun, StartJob, letters_reward, outcome, run_well
 from tests.e2e.jobs import read_jsonl
 
 LR, PROMPTS_PER_STEP, SAMPLES_PER_STEP, UPDATES_PER_STEP = 1e-3, 4, 16, 2
@@ -95,13 +95,9 @@ def test_no_process_is_left(finished_run: FinishedRun) -> None:
 
 @pytest.mark.slow
 def test_a_run_is_resumed_in_another_layout_with_another_engine(start_job: StartJob, tmp_path: Path) -> None:
-    (tmp_path / "reward.py").write_text(REWARD)
-    reward = f"reward.functions={{{tmp_path / 'reward.py'}:letters: 1.0}}"
-    brief = (f"run.folder={tmp_path / 'run'}", reward, "data.eval={}", "run.save_every=1")
-    first = outcome(start_job(*brief, "run.steps=1", "layout={expert: 2}"))
-    assert (first.status, first.err) == (0, "")
-    last = outcome(start_job(*brief, "run.steps=2", "layout={tensor: 2}", "engine.gpus_per_engine=2"))
-    assert (last.status, last.err) == (0, "")
+    brief = (f"run.folder={tmp_path / 'run'}", letters_reward(tmp_path), "data.eval={}", "run.save_every=1")
+    run_well(start_job(*brief, "run.steps=1", "layout={expert: 2}"))
+    run_well(start_job(*brief, "run.steps=2", "layout={tensor: 2}", "engine.gpus_per_engine=2"))
     lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert lines[2]["train/optimizer_step"] == 2 * lines[1]["train/optimizer_step"]

@@ -9,22 +9,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from grpo_mp.rewards.sandbox import Sandbox
 from grpo_mp.rollout.protocol import ToolCall, ToolResult
 from grpo_mp.rollout.python_tool import _sandbox
 from grpo_mp.rollout.tools import EpisodeTools, load_tools
 from grpo_mp.utils.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("sandbox")
 PATH = "grpo_mp.rollout.python_tool:Python"
 LOOP = asyncio.new_event_loop()  # one for all calls: worker processes belong to it
-
-
-@pytest.fixture(scope="module", autouse=True)
-def isolation() -> None:
-    try:
-        Sandbox()
-    except UserError as error:
-        pytest.skip(str(error))
 
 
 def run(tools: EpisodeTools, code: str) -> ToolResult:

@@ -6,12 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mp.checkpoint.run_state import (
-    SETTINGS,
-    TrainState,
-    checkpoint_folder,
-    write_manifest,
-)
+from grpo_mp.checkpoint.run_state import SETTINGS, TrainState, checkpoint_folder, write_manifest
 from grpo_mp.cli import slurm_job as job
 from grpo_mp.config import dump_settings, load_sft_settings
 from grpo_mp.monitor.loggers import JsonLinesLogger

@@ -28,10 +28,7 @@ FREE = "pipeline_model_parallel_layout"
 KIMI = {"num_layers_in_first_pipeline_stage": 13, "num_layers_in_last_pipeline_stage": 16}
 OTHERS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {  # where configs/ has no recipe
     "kimi-k2": ({"tensor": 8, "pipeline": 4, "expert": 64}, KIMI),
-    "glm-4.5": (
-        {"tensor": 4, "pipeline": 4, "expert": 16},
-        {FREE: "Et*23|t*23|t*23|t*23L"},
-    ),
+    "glm-4.5": ({"tensor": 4, "pipeline": 4, "expert": 16}, {FREE: "Et*23|t*23|t*23|t*23L"}),
     "mixtral-8x22b": ({"tensor": 4, "pipeline": 4, "virtual_pipeline": 2, "expert": 8, "expert_tensor": 1}, {}),
     "deepseek-v2": ({"tensor": 4, "pipeline": 4, "expert": 32, "expert_tensor": 2}, {}),
 }

@@ -1,4 +1,4 @@
-"""config.json as transformers 4 and 5 write it: the same model, computed alike."""
+"""config.json as transformers 4 and 5 write it: the same model, computed alike; refused files."""
 
 import json
 from pathlib import Path
@@ -124,3 +124,27 @@ def test_transformers_5_decides_which_of_two_settings_counts(rope_settings: dict
     values = {"model_type": "llama"} | rope_settings
     rope = HfConfig(tmp_path, values).rope
     assert {name: rope[name] for name in own.rope_parameters} == own.rope_parameters
+
+
+def config(**values: object) -> HfConfig:
+    return HfConfig(Path("folder"), values)
+
+
+def test_numbers_are_required_and_a_missing_one_names_the_file() -> None:
+    hf = config(hidden_size=64, rms_norm_eps="1e-6", head_dim=None)
+    assert (hf.int("hidden_size"), hf.float("rms_norm_eps")) == (64, 1e-6)
+    for key in ("head_dim", "kv_lora_rank"):
+        with pytest.raises(UserError, match=f"folder/config.json: {key} is missing"):
+            hf.int(key)
+    assert hf.get("kv_lora_rank", 3) == 3
+
+
+def test_a_folder_without_a_readable_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"config.json does not exist: give a Hugging Face folder"):
+        HfConfig.read(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"')
+    with pytest.raises(UserError, match=r"config.json: not valid JSON"):
+        HfConfig.read(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "tie_word_embeddings": true}')
+    hf = HfConfig.read(tmp_path)
+    assert (hf.model_type, hf.tied, hf.path) == ("qwen3", True, tmp_path)

@@ -1,4 +1,4 @@
-"""Slice, fuse, unfuse and join on every family; the order of fused rows."""
+"""Slice, fuse, unfuse and join on every family; the order of fused rows; chunks of parameters."""
 
 from dataclasses import replace
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from grpo_mp.models.chunks import chunks_of, matrix_shape
 from grpo_mp.models.families import FAMILIES
 from grpo_mp.models.mapping import Param, fuse, join, shard_ranges, unfuse
 from tests.models.conftest import MakeHf
@@ -82,3 +83,23 @@ def test_qkv_rows_are_ordered_by_query_group_as_megatron_splits_them(make_hf: Ma
         assert torch.equal(q, query[group * per_group * head_dim : (group + 1) * per_group * head_dim])
         assert torch.equal(k, key[group * head_dim : (group + 1) * head_dim])
         assert torch.equal(v, value[group * head_dim : (group + 1) * head_dim])
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_pieces_are_the_elements_at_their_chunks(family: str, tp_size: int, make_hf: MakeHf) -> None:
+    generator = torch.Generator().manual_seed(tp_size)
+    for param in FAMILIES[family].params(make_hf(family)).values():
+        tensors = numbered_tensors(param)
+        matrices = [tensor.view(matrix_shape(tuple(tensor.shape))) for tensor in tensors]
+        for part in range(tp_size if param.tp_dim is not None else 1):
+            shard = megatron_shard(param, tensors, tp_size, part).flatten()
+            bounds = torch.randint(0, len(shard) + 1, (6,), generator=generator).tolist()
+            for start, stop in ((0, len(shard)), *zip(*[iter(sorted(bounds))] * 2, strict=True)):
+                chunks = list(chunks_of(param, tp_size, part, start, stop))
+                found = torch.zeros(len(shard), dtype=torch.int64)
+                for chunk in chunks:
+                    rows, *columns = (slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
+                    assert start <= chunk.start <= chunk.stop <= stop
+                    assert not found[chunk.start : chunk.stop].any()
+                    found[chunk.start : chunk.stop] = matrices[chunk.tensor][(rows, *columns)].flatten()
+                assert torch.equal(found[start:stop], shard[start:stop]), param.name  # 0 is padding

@@ -14,13 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 
 from grpo_mp.monitor.curves import CURVES
-from grpo_mp.monitor.loggers import (
-    JsonLinesLogger,
-    Logger,
-    TensorBoardLogger,
-    open_loggers,
-    write_metrics,
-)
+from grpo_mp.monitor.loggers import JsonLinesLogger, Logger, TensorBoardLogger, open_loggers, write_metrics
 from grpo_mp.monitor.run_folder import read_metrics
 
 

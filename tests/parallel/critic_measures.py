@@ -73,10 +73,7 @@ def critic_resumed(bench: Bench) -> Result:
     return _updated(resumed, [*weights, _copy(resumed.tensors)], [report])
 
 
-def make_critic(
-    bench: Bench,
-    megatron_args: Mapping[str, Any] | None = None,
-) -> Critic:
+def make_critic(bench: Bench, megatron_args: Mapping[str, Any] | None = None) -> Critic:
     """A critic whose head is set, since that of a policy's folder is zero."""
     training = bench.settings.training
     training = training.model_copy(update={"megatron_args": training.megatron_args | dict(megatron_args or {})})

@@ -22,12 +22,7 @@ from tests.parallel.measures import Bench, Result, _gradients, _groups, _held
 
 TOPK = 5
 COEF = 0.7
-DISTILLATION = {
-    "teacher": {"path": "http://localhost:1"},
-    "coef": COEF,
-    "topk": TOPK,
-    "kl_type": "mixed",
-}
+DISTILLATION = {"teacher": {"path": "http://localhost:1"}, "coef": COEF, "topk": TOPK, "kl_type": "mixed"}
 
 
 def teacher_topk(sample: Sample, vocabulary: int) -> TopLogprobs:

@@ -1,5 +1,7 @@
-"""Memory by kind against numbers computed by hand, and residency by phase."""
+"""Memory by kind against numbers computed by hand, residency by phase, and peaks of a process."""
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -102,3 +104,13 @@ def test_a_save_and_a_load_need_one_piece_of_each_rank(monkeypatch: pytest.Monke
     host = plan_memory(job_of("qwen2.5-7b", "h100-80", 1, training={"megatron_args": PRECISION_AWARE})).host
     sizes = {phase: kinds["checkpoint"] for phase, kinds in host.items() if kinds["checkpoint"]}
     assert sizes == {SubPhase.SAVE: 8 * 2**28, SubPhase.LOAD: 8 * 2**28}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("arguments", [(), ("--critic",)])
+def test_every_phase_takes_what_is_planned(arguments: tuple[str, ...]) -> None:
+    """From 0.95 to 1.02 of it; a save holds a piece beside the state, a load in another layout, too."""
+    command = [sys.executable, "-m", "tests.bench.plan_measured", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr[-2000:]
+    assert result.stdout.count("ratio") == 8

@@ -95,17 +95,10 @@ def test_a_critic_is_counted_as_megatron_builds_it(
 
 def test_chunks_are_dealt_to_stages_in_turn() -> None:
     assert layers_of_stages(8, LayoutConfig(pipeline=2, virtual_pipeline=2), {}) == ((0, 1, 4, 5), (2, 3, 6, 7))
-    assert layers_of_stages(5, LayoutConfig(pipeline=3), {"num_layers_in_first_pipeline_stage": 1}) == (
-        (0,),
-        (1, 2),
-        (3, 4),
-    )
-    assert layers_of_stages(
-        4, LayoutConfig(pipeline=2), {FREE: [["embedding", "decoder"], ["decoder"] * 3 + ["loss"]]}
-    ) == (
-        (0,),
-        (1, 2, 3),
-    )
+    first = {"num_layers_in_first_pipeline_stage": 1}
+    assert layers_of_stages(5, LayoutConfig(pipeline=3), first) == ((0,), (1, 2), (3, 4))
+    free = {FREE: [["embedding", "decoder"], ["decoder"] * 3 + ["loss"]]}
+    assert layers_of_stages(4, LayoutConfig(pipeline=2), free) == ((0,), (1, 2, 3))
 
 
 def test_stages_that_are_not_those_of_the_layout_are_refused() -> None:

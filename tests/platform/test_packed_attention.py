@@ -2,12 +2,17 @@
 
 from itertools import chain
 
+import megatron.core  # noqa: F401
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from grpo_mp.platform.attention import Attention
 from grpo_mp.platform.packed_attention import bucket_by_length, packed_attention, plan_packing, zigzag_positions
 
 LENGTHS = (5, 1, 17, 16, 0, 9, 40)
@@ -88,3 +93,17 @@ def test_buckets_hold_each_sequence_once_with_little_padding(lengths):
     assert sorted(chain(*buckets)) == [i for i, n in enumerate(lengths) if n]
     cells = sum(len(bucket) * max(lengths[i] for i in bucket) for bucket in buckets)
     assert cells * 4 <= sum(lengths) * 5
+
+
+def attention(**changes) -> Attention:
+    fields = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "attention_dropout": 0.0} | changes
+    return Attention(TransformerConfig(**fields), attn_mask_type=AttnMaskType.causal, attention_type="self")
+
+
+def test_batch_equals_each_row():
+    query, key, value = (torch.randn(7, 3, 4, 8) for _ in range(3))
+    out = attention()(query, key, value, None)
+    for row in range(3):
+        q, k, v = (x[:, row].transpose(0, 1) for x in (query, key, value))
+        expected = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)
+        torch.testing.assert_close(out[:, row].double(), expected.transpose(0, 1).flatten(1), rtol=1e-5, atol=1e-6)

@@ -1,23 +1,31 @@
 """A run folder is made by the run's own writers; the page is read back by Python's HTML parser and by Chromium."""
 
 import json
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 import yaml
+from rich.console import Console
 
 from grpo_mp.cli.main import main
 from grpo_mp.config.load import check_settings, dump_settings
 from grpo_mp.monitor.curves import CURVES
 from grpo_mp.monitor.report.charts import Chart
-from grpo_mp.monitor.report.page import build_report, render
-from grpo_mp.monitor.run_folder import read_run
+from grpo_mp.monitor.report.curves import POINTS, charts_of, downsample
+from grpo_mp.monitor.report.page import build_report, render, scores_tables
+from grpo_mp.monitor.rules import find_warnings
+from grpo_mp.monitor.run_folder import RunRecords, read_run
+from grpo_mp.monitor.watch import curves
+from grpo_mp.trainer.metrics import rollout_metrics
 from grpo_mp.utils.errors import UserError
 from tests.bench.picture import main_charts
 from tests.minimal_settings import MINIMAL_SETTINGS
+from tests.trainer.test_metrics import INFOS
 
 EVIL = "</pre><script>alert('$x')</script><img src=https://example.org/x>"
 
@@ -214,3 +222,82 @@ def test_values_that_are_too_large_to_draw_are_gaps(tmp_path: Path) -> None:
     near = [metrics(step) | {"reward/mean": (-1) ** step * 1e300, "time/train_s": 1e300} for step in range(1, 5)]
     write_lines(run / "metrics.jsonl", near)  # type: ignore[arg-type]
     assert main(["report", str(run)]) == 0
+
+
+def test_downsampling_keeps_ends_extremes_and_gaps() -> None:
+    values = [float(index % 97) for index in range(5000)]
+    values[1234], values[4321], values[2500] = -50.0, 500.0, math.nan
+    other = [0.0] * 5000
+    other[777] = 1.0
+    kept = downsample([values, other], POINTS)
+    assert len(kept) <= POINTS
+    assert kept == sorted({*kept})
+    assert {0, 777, 1234, 2500, 4321, 4999} <= {*kept}
+    assert downsample([values[:POINTS]], POINTS) == list(range(POINTS))
+
+
+def supervised(step: int) -> dict[str, float]:
+    """Held-out rows of two sets are scored every second step."""
+    line = {"step": float(step), "sft/loss": 2.0 - 0.1 * step}
+    return line | ({"eval/sums/loss": 1.5, "eval/code/loss": 2.5} if step % 2 == 0 else {})
+
+
+def make_supervised(folder: Path) -> RunRecords:
+    folder.mkdir()
+    (folder / "settings.yaml").write_text(dump_settings(check_settings(MINIMAL_SETTINGS, "test")))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(supervised(step)) + "\n" for step in range(1, 7)))
+    return read_run(folder)
+
+
+def test_each_set_of_held_out_rows_has_a_line(tmp_path: Path) -> None:
+    run = make_supervised(tmp_path / "run")
+    (loss,) = (chart for chart in charts_of("policy", run) if chart.title == "Supervised loss")
+    assert {line.name: line.values[-1] for line in loss.series} == {
+        "train": 1.4,
+        "held out sums": 1.5,
+        "held out code": 2.5,
+    }
+
+
+def test_the_live_view_shows_the_losses_of_a_supervised_run_and_of_a_critic() -> None:
+    lines: list[Any] = [supervised(step) | {"critic/explained_variance": 0.4} for step in range(1, 7)]
+    console = Console(width=120)
+    with console.capture() as shown:
+        console.print(curves(lines))
+    for words in ("loss", "loss sums", "loss code", "explained", "1.400", "40%"):
+        assert words in shown.get()
+
+
+def test_one_evaluation_has_no_change(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path / "run", 4))
+    (table,) = scores_tables(run)
+    assert table.rows[0] == ("held_out", "avg@2", "25.0% ± 1.0", "75.0% ± 1.0", "+50.0 points")
+    first = RunRecords("run", {}, run.metrics, {0: run.scores[0]}, {})
+    (table,) = scores_tables(first)
+    assert table.rows[0][2:] == ("", "25.0% ± 1.0", "")
+
+
+def test_a_healthy_run_without_groups_has_no_warning() -> None:
+    alone = [info for info in INFOS if info.index == 0]
+    metrics = rollout_metrics(alone, weight_version=4)
+    assert not {"reward/group_std", "reward/zero_std_ratio"} & metrics.keys()
+    assert {"reward/group_std", "reward/zero_std_ratio"} <= rollout_metrics(INFOS, weight_version=4).keys()
+    equal = {"reward/group_std": 0.0, "reward/zero_std_ratio": 1.0}
+    steps = [{"step": float(step)} | equal for step in range(1, 11)]
+    assert {found.rule for found in find_warnings(steps)} == {"no_signal", "zero_variance"}
+    assert find_warnings([line | {"critic/value_loss": 0.2} for line in steps]) == ()
+
+
+def test_entropy_that_collapses_is_found_where_nothing_says_what_is_right() -> None:
+    falling = [{"step": float(step), "train/entropy": 0.5 if step <= 20 else 0.02} for step in range(1, 41)]
+    assert [found.rule for found in find_warnings(falling)] == ["entropy_collapse"]
+    solved = [line | {"rollout/accuracy": 0.9} for line in falling]
+    assert find_warnings(solved) == ()
+
+
+def test_a_judge_of_another_scale_is_no_form() -> None:
+    steps = [{"step": float(step), "reward/term/judge": 4.2, "rollout/accuracy": 0.02} for step in range(1, 21)]
+    assert find_warnings(steps) == ()
+    assert [one.rule for one in find_warnings([line | {"reward/term/boxed": 0.9} for line in steps])] == [
+        "format_without_answer"
+    ]

@@ -5,10 +5,8 @@ import pytest
 
 from grpo_mp.rewards import sandbox as sandbox_module
 from grpo_mp.rewards.code import extract_program
-from grpo_mp.rewards.sandbox import Sandbox
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rewards.settings import RewardConfig
-from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import SampleGroup
 
 MakeGroup = Callable[..., SampleGroup]
@@ -21,18 +19,15 @@ def answer(program: str) -> str:
 
 
 @pytest.fixture
-def score(make_group: MakeGroup) -> Callable[..., list[dict[str, float]]]:
-    """Parts of the given responses under the given tests; settings of reward.code as keywords."""
-    try:
-        Sandbox()
-    except UserError as error:
-        pytest.skip(str(error))
+def score(make_group: MakeGroup, sandbox: None) -> Callable[..., list[float]]:
+    """Scores of the given responses under the given tests; settings of reward.code as keywords."""
 
-    def run(responses: list[str], rows: Any, **code: Any) -> list[dict[str, float]]:
+    def run(responses: list[str], rows: Any, **code: Any) -> list[float]:
         scorer = Scorer(RewardConfig.model_validate({"code": {"timeout_s": 20.0, **code}}), max_response_tokens=10)
         group = scorer.score_group(make_group(responses, tests=rows))
         scorer.close()
-        return [sample.reward_terms for sample in group.samples]
+        assert all(sample.reward_terms.keys() == {"code"} for sample in group.samples)
+        return [sample.reward_terms["code"] for sample in group.samples]
 
     return run
 
@@ -60,12 +55,7 @@ def test_the_last_closed_block_counts(response: str, program: str | None) -> Non
 )
 def test_asserts(tests: Any, score: Callable[..., Any]) -> None:
     wrong = answer("def add(a, b):\n    return a - b")
-    assert score([answer(ADD), wrong, "no program", answer("def add(:")], tests) == [
-        {"code": 1.0},
-        {"code": 0.0},
-        {"code": 0.0},
-        {"code": 0.0},
-    ]
+    assert score([answer(ADD), wrong, "no program", answer("def add(:")], tests) == [1.0, 0.0, 0.0, 0.0]
 
 
 # What leaves before the tests end, or says that they passed.
@@ -91,23 +81,23 @@ def add(a, b): return 1j
 def test_an_answer_cannot_tamper_with_asserts(score: Callable[..., Any]) -> None:
     test = "import math\nassert abs(add(1, 2) - 3) < 1e-6 and add(1, 2) in {3} and math.isclose(add(1, 2), 3)"
     scored = score([answer(ADD), *map(answer, TAMPERING.values())], test)
-    assert scored[0] == {"code": 1.0}
-    assert [name for name, parts in zip(TAMPERING, scored[1:], strict=True) if parts["code"]] == []
+    assert scored[0] == 1.0
+    assert [name for name, value in zip(TAMPERING, scored[1:], strict=True) if value] == []
 
 
 def test_the_share_of_passed_tests(score: Callable[..., Any]) -> None:
     tests = ["assert add(2, 2) == 4", "assert add(1, 2) == 2", "assert add(1, 0) == 1", "assert add(1, 1) == 1"]
     multiply = answer("def add(a, b):\n    return a * b")
-    assert score([answer(ADD), multiply], tests, partial=True) == [{"code": 0.5}, {"code": 0.75}]
-    assert score([answer(ADD), multiply], tests) == [{"code": 0.0}, {"code": 0.0}]
+    assert score([answer(ADD), multiply], tests, partial=True) == [0.5, 0.75]
+    assert score([answer(ADD), multiply], tests) == [0.0, 0.0]
 
 
 def test_input_and_output(score: Callable[..., Any]) -> None:
     pairs = [{"input": "1\n2\n", "output": "2\n4"}, {"input": "-3", "output": "-6\n\n"}]
     twice = answer("print(2 * int(input()))")
     fails_after = answer("for line in open(0): print(2 * int(line))\nraise SystemExit(1)")
-    assert score([answer(ECHO), twice], pairs, partial=True) == [{"code": 1.0}, {"code": 0.5}]
-    assert score([answer(ECHO), twice, fails_after], pairs) == [{"code": 1.0}, {"code": 0.0}, {"code": 0.0}]
+    assert score([answer(ECHO), twice], pairs, partial=True) == [1.0, 0.5]
+    assert score([answer(ECHO), twice, fails_after], pairs) == [1.0, 0.0, 0.0]
 
 
 def test_a_failing_sandbox_is_not_a_wrong_program(
@@ -127,7 +117,4 @@ def test_values_are_compared_where_the_program_is_not(score: Callable[..., Any])
         "import builtins\ndef f(x): print(2)\nbuiltins.print = f",
         "def f(x): return {'dict': 2}",
     )
-    assert score([answer("def f(x): return 2 * x"), *map(answer, cheats)], tests) == [
-        {"code": 1.0},
-        *[{"code": 0.0}] * 3,
-    ]
+    assert score([answer("def f(x): return 2 * x"), *map(answer, cheats)], tests) == [1.0, 0.0, 0.0, 0.0]

@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 
 from grpo_mp.rewards.code import CodeTests
-from grpo_mp.rewards.sandbox import Sandbox
 from grpo_mp.rewards.settings import CodeConfig
-from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import SampleGroup
 
 MakeGroup = Callable[..., SampleGroup]
@@ -51,74 +49,47 @@ class Checks(unittest.TestCase):
 if __name__ == "__main__":
     unittest.main()
 """
+MBPP = {
+    "tests": ["assert largest([1, 3, 2]) == limit", "assert math.isclose(largest([1.5]), 1.5)"],
+    "test_setup_code": "limit = 3",
+    "test_imports": ["import math"],
+}
+APPS = {"inputs": ["1 2\n", ["5 6"]], "outputs": ["3\n", ["11"]]}
+APPS_FUNCTION = {"fn_name": "largest", "inputs": [[[1, 3]], [[7]]], "outputs": [[3], 7]}
+STDIN_STDOUT = {"type": "stdin_stdout", "fn_name": None, "input": "1 2", "output": "3"}
+SKYWORK = {
+    "entry_point": "Solution().largest",
+    "import_prefix": "from typing import *\n",
+    "test_code": "def check(candidate):\n    assert candidate(xs=[1, 3]) == 3\n",
+}
 LCB = [
     {"input": "[1, 3]\n2", "output": "[2, [1, 3]]", "testtype": "functional"},
     {"input": '"x"\n{"k": null}', "output": '[{"k": null}, "x"]', "testtype": "functional"},
 ]
 
 FORMS: dict[str, tuple[dict[str, Any], str, str]] = {
-    "MBPP": (
-        {
-            "tests": ["assert largest([1, 3, 2]) == limit", "assert math.isclose(largest([1.5]), 1.5)"],
-            "test_setup_code": "limit = 3",
-            "test_imports": ["import math"],
-        },
-        MAX,
-        MIN,
-    ),
+    "MBPP": (MBPP, MAX, MIN),
     "HumanEval": (HUMAN_EVAL, MAX, MIN),
     "KodCode": ({"tests": PYTEST}, MAX, MIN),
     "unittest": ({"tests": UNITTEST}, MAX, MIN),
-    "APPS, stdin": (
-        {"tests": json.dumps({"inputs": ["1 2\n", ["5 6"]], "outputs": ["3\n", ["11"]]})},
-        SUM,
-        DIFFERENCE,
-    ),
-    "APPS, a function": (
-        {"tests": json.dumps({"fn_name": "largest", "inputs": [[[1, 3]], [[7]]], "outputs": [[3], 7]})},
-        MAX,
-        MIN,
-    ),
-    "PRIME": (
-        {"tests": {"style": "rule", "ground_truth": json.dumps({"inputs": ["1 2"], "outputs": ["3"]})}},
-        SUM,
-        DIFFERENCE,
-    ),
+    "APPS, stdin": ({"tests": json.dumps(APPS)}, SUM, DIFFERENCE),
+    "APPS, a function": ({"tests": json.dumps(APPS_FUNCTION)}, MAX, MIN),
+    "PRIME": ({"tests": {"style": "rule", "ground_truth": json.dumps(APPS)}}, SUM, DIFFERENCE),
     "DeepCoder": ({"tests": json.dumps([{"input": "1 2", "output": "3", "testtype": "stdin"}])}, SUM, DIFFERENCE),
     "LiveCodeBench, a function": (
         {"tests": json.dumps(LCB), "metadata": json.dumps({"func_name": "swap"})},
         "class Solution:\n    def swap(self, a, b): return [b, a]",
         KEEP,
     ),
-    "verifiable problems": (
-        {"tests": {"test_cases": [{"type": "stdin_stdout", "fn_name": None, "input": "1 2", "output": "3"}]}},
-        SUM,
-        DIFFERENCE,
-    ),
-    "Skywork-OR1": (
-        {
-            "tests": json.dumps(
-                {
-                    "entry_point": "Solution().largest",
-                    "import_prefix": "from typing import *\n",
-                    "test_code": "def check(candidate):\n    assert candidate(xs=[1, 3]) == 3\n",
-                }
-            )
-        },
-        SOLUTION.format("max"),
-        SOLUTION.format("min"),
-    ),
+    "verifiable problems": ({"tests": {"test_cases": [STDIN_STDOUT]}}, SUM, DIFFERENCE),
+    "Skywork-OR1": ({"tests": json.dumps(SKYWORK)}, SOLUTION.format("max"), SOLUTION.format("min")),
     "CodeContests": ({"tests": {"input": ["1 2", "2 2"], "output": ["3", "4"]}}, SUM, DIFFERENCE),
     "a list as Python writes it": ({"tests": "['assert largest([1, 3]) == 3']"}, MAX, MIN),
 }
 
 
 @pytest.fixture(scope="module")
-def code() -> CodeTests:
-    try:
-        Sandbox()
-    except UserError as error:
-        pytest.skip(str(error))
+def code(sandbox: None) -> CodeTests:
     return CodeTests(CodeConfig(timeout_s=60.0))
 
 

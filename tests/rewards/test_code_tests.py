@@ -5,20 +5,21 @@ import json
 import pickle
 import re
 import zlib
+from functools import partial
 from typing import Any
 
 import pytest
 
-from grpo_mp.rewards.code import is_same_output, read_tests
-
-CALL = {"fn_name": "f", "inputs": [[1]], "outputs": [2]}
+from grpo_mp.rewards.code import check_row_tests, is_same_output, read_tests
+from grpo_mp.rewards.settings import RewardConfig
+from grpo_mp.utils.errors import UserError
 
 
 @pytest.mark.parametrize(
     ("tests", "reason"),
     [
         (
-            "def check(candidate):\n    assert candidate(1) == 2",
+            "def check(candidate):\n    assert candidate(1)",
             "asserts nothing: check(candidate) needs a column entry_point",
         ),
         (["add(1, 2) == 3", "raise_error(0)"], "asserts nothing, so every program would pass"),
@@ -94,3 +95,13 @@ def test_private_tests_of_livecodebench_are_packed(protocol: int) -> None:
 )
 def test_outputs(output: str, expected: str, same: bool) -> None:
     assert is_same_output(output, expected) is same
+
+
+def test_only_rows_whose_set_is_scored_by_code_need_tests() -> None:
+    settings = RewardConfig.model_validate({"code": {"tests": "asserts"}, "answer": 1.0})
+    check = partial(check_row_tests, settings, {"math": {"answer": 1.0}, "code": {"code": 1.0}})
+    for columns in ({}, {"data_set": "code"}, {"data_set": ["no", "name"]}):
+        with pytest.raises(UserError, match=r"^rows.jsonl:3: no column asserts.*, the row has: "):
+            check(columns, "rows.jsonl:3")
+    check({"data_set": "math"}, "rows.jsonl:3")
+    check_row_tests(RewardConfig(answer=1.0), {}, {}, "rows.jsonl:3")

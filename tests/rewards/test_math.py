@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_mp.data.prompts import final_answer
 from grpo_mp.rewards.answer_reading import Number, read_answer
 from grpo_mp.rewards.math import MathVerifier, answer_numbers, answer_reward, boxed_answer
 from grpo_mp.rewards.settings import RewardConfig
@@ -150,3 +151,43 @@ def test_an_endless_comparison_times_out_and_the_next_one_works(monkeypatch: pyt
         assert verifier.equal("x+1", "1+x")
     finally:
         verifier.close()
+
+
+HERE = Path(__file__).parent
+Triple = tuple[str, str, float]
+
+
+def table(name: str) -> dict[str, list[Triple]]:
+    forms: dict[str, list[Triple]] = {}
+    for line in (HERE / name).read_text().splitlines():
+        if line.startswith("## "):
+            triples = forms.setdefault(line[3:], [])
+        elif not line.startswith("# "):
+            gold, *columns = line.split(" || ")
+            assert len(columns) == 2, line
+            for value, answers in zip((1.0, 0.0), columns, strict=True):
+                triples += [(gold, answer, value) for answer in answers.split(" ;; ") if answer != "-"]
+    return forms
+
+
+FORMS, LIMITS = table("answers.txt"), table("known_limits.txt")
+
+
+def read_otherwise(triples: list[Triple], verifier: MathVerifier) -> list[Triple]:
+    return [
+        (gold, answer, value)
+        for gold, answer, value in triples
+        if answer_reward(f"So it is \\boxed{{{answer}}}.", final_answer(gold), verifier) != value
+    ]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_right_answers_are_right_and_near_misses_wrong(form: str, verifier: MathVerifier) -> None:
+    assert read_otherwise(FORMS[form], verifier) == []
+
+
+@pytest.mark.parametrize("form", LIMITS)
+def test_known_limits_are_still_limits(form: str, verifier: MathVerifier) -> None:
+    """One that is mended belongs to answers.txt."""
+    mended = set(LIMITS[form]) - set(read_otherwise(LIMITS[form], verifier))
+    assert mended == set()

@@ -27,10 +27,8 @@ class Server(JsonServer):
     def __init__(self) -> None:
         super().__init__()
         self.reply: Reply | None = None
-        self.paths: list[str] = []
 
     def answer(self, path: str, body: Any, headers: Mapping[str, str]) -> Reply:
-        self.paths.append(path)
         if self.reply:
             return self.reply
         starts = zip(body["input_ids"], body["logprob_start_len"], strict=True)
@@ -101,15 +99,8 @@ def test_every_place_has_its_most_likely_tokens(
     monkeypatch.setattr("grpo_mp.rewards.teacher.MAX_TOPK_VALUES", 6)
     scored = topk_teacher.score_group(make_group(["a", "b", "bcd", "c"])).samples
     assert [[ids[2:] for ids in body["input_ids"]] for body in server.bodies] == [[[97], [98]], [[98, 99, 100]], [[99]]]
-    assert all(
-        body.items()
-        >= {
-            "top_logprobs_num": 3,
-            "return_flat_raw_top_logprobs": True,
-            "return_flat_raw_top_logprobs_b64": True,
-        }.items()
-        for body in server.bodies
-    )
+    flags = {"return_flat_raw_top_logprobs": True, "return_flat_raw_top_logprobs_b64": True}
+    assert all(body.items() >= {"top_logprobs_num": 3, **flags}.items() for body in server.bodies)
     topk = scored[2].teacher_topk
     assert topk is not None
     assert topk.ids.tolist() == [[98, 99, 100], [99, 100, -1], [100, -1, -1]]

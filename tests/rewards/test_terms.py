@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from trl.rewards import think_format_reward
 
+from grpo_mp.rewards.language import script_share
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rewards.terms import overlong_penalty, repetition_penalty, think_format
@@ -101,3 +102,23 @@ def test_language_consistency_is_the_share_of_the_words_of_the_thinking(make_gro
         assert score_texts(by_row, make_group(texts[:1], lang=unknown)) == [-2.0]
     with pytest.raises(ValidationError, match="'klingon' is no known language: ar, be,"):
         RewardConfig.model_validate({"language": {"weight": 1, "target": "klingon"}})
+
+
+CASES = [
+    ("", ["latin"], 1.0),
+    ("two and два", ["latin"], 2 / 3),
+    ("two and два", ["latin", "cyrillic"], 1.0),
+    ("我们 have 答案", ["cjk"], 4 / 5),  # each character counts as a word
+    ("ひらがな カタカナ 漢字", ["hiragana", "katakana", "cjk"], 1.0),
+    ("ﾊﾝｶｸ", ["katakana"], 1.0),  # half-width
+    ("答案是 \\boxed{\\frac{x}{2}}", ["cjk"], 1.0),  # commands and variables are of no language
+    ("naïve café", ["latin"], 1.0),
+    ("नमस्ते दुनिया", ["devanagari"], 1.0),
+    ("人々は時々図書館に行く", ["cjk", "hiragana"], 1.0),  # signs for a character that is repeated
+    ("dʼArtagnan and ʻokina", ["latin"], 1.0),  # apostrophes that are letters
+]
+
+
+@pytest.mark.parametrize(("text", "scripts", "share"), CASES)
+def test_share_of_the_words(text: str, scripts: list[str], share: float) -> None:
+    assert script_share(text, scripts) == pytest.approx(share)

@@ -1,4 +1,7 @@
-"""Functions written for TRL run unchanged: TRL's own trainer code and the scorer call them on the same data."""
+"""Functions written for TRL run unchanged: TRL's own trainer code and the scorer call them on the same data.
+
+As do functions published for TRL and verl that call math-verify.
+"""
 
 import runpy
 from collections.abc import Callable
@@ -81,3 +84,41 @@ def test_trl_s_own_rewards_score_the_same_here(make_group: MakeGroup) -> None:
     scorer = Scorer(RewardConfig(functions=dict.fromkeys(names, 1.0)), 100, "prompt")
     parts = [list(sample.reward_terms.values()) for sample in scorer.score_group(group).samples]
     torch.testing.assert_close(torch.tensor(parts), expected)
+
+
+REWARDS = r"""
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+from math_verify.errors import TimeoutException
+from math_verify.metric import math_metric
+
+def accuracy(completions, solution, **kwargs):
+    scores = []
+    for content, gold in zip(completions, solution):
+        gold_parsed = parse(gold, extraction_mode="first_match")
+        answer_parsed = parse(content, extraction_config=[LatexExtractionConfig(boxed_match_priority=0)])
+        scores.append(float(verify(gold_parsed, answer_parsed)))
+    return scores
+
+def compute_score(completions, solution, **kwargs):
+    check = math_metric(gold_extraction_target=(LatexExtractionConfig(),),
+                        pred_extraction_target=(ExprExtractionConfig(), LatexExtractionConfig()))
+    scores = []
+    for content, gold in zip(completions, solution):
+        try:
+            score, _ = check([gold], [content])
+        except TimeoutException:
+            score = -1.0
+        except Exception:  # as published: a text that cannot be read scores nothing
+            score = 0.0
+        scores.append(score)
+    return scores
+"""
+
+
+@pytest.mark.parametrize("function", ["accuracy", "compute_score"])
+def test_published_rewards_run_unchanged(function: str, make_group: Callable[..., SampleGroup], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(REWARDS)
+    scorer = Scorer(RewardConfig(functions={f"{tmp_path / 'mine.py'}:{function}": 1.0}, timeout_s=300), 100, "prompt")
+    group = make_group([r"so \boxed{\frac{10}{2}}", r"so \boxed{6}"], prompt="3+2?", solution="$5$")
+    assert [sample.reward for sample in scorer.score_group(group).samples] == [1.0, 0.0]
+    scorer.close()

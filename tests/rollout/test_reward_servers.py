@@ -16,11 +16,7 @@ from grpo_mp.planner.job import make_job
 from grpo_mp.planner.memory import SubPhase, plan_memory
 from grpo_mp.planner.model_configs import published_config
 from grpo_mp.rewards.settings import RewardConfig
-from grpo_mp.rollout.reward_servers import (
-    RewardServers,
-    check_served_models,
-    served_models,
-)
+from grpo_mp.rollout.reward_servers import RewardServers, check_served_models, served_models
 from grpo_mp.rollout.rollout import base_spec
 from grpo_mp.utils.errors import EngineError, UserError
 from grpo_mp.utils.types import Prompt, SampleGroup

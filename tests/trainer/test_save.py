@@ -139,10 +139,7 @@ def test_weights_that_nothing_swaps_or_moves_are_written_beside_the_run(
 
 
 def test_a_save_has_one_piece_of_pinned_memory_at_a_time(
-    tiny_run: TinyRun,
-    parallel: Parallel,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tiny_run: TinyRun, parallel: Parallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where weights and state, and a reference, are written from it."""
     buffers: list[weakref.ref[PinnedBuffer]] = []

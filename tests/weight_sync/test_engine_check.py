@@ -93,12 +93,7 @@ def in_phase(*_: object) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def make_check(
-    settings: Settings,
-    policy: Policy,
-    engine: Engine,
-    has_experts: bool = True,
-) -> EngineCheck:
+def make_check(settings: Settings, policy: Policy, engine: Engine, has_experts: bool = True) -> EngineCheck:
     weight_sync = cast(WeightSync, SimpleNamespace(update_weights=engine.update_weights))
     phases = cast(PhaseManager, SimpleNamespace(phase=in_phase, activity=in_phase))
     rollout, job = cast(Rollout, engine), policy.parallel.job

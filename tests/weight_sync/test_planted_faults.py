@@ -92,12 +92,7 @@ SETTINGS = {
 }
 CHANGES: dict[str, Callable[[LlamaForCausalLM], None]] = {
     change.__name__: change
-    for change in (
-        scaled_attention,
-        interleaved_rope,
-        swapped_gate,
-        one_layer_without_attention,
-    )
+    for change in (scaled_attention, interleaved_rope, swapped_gate, one_layer_without_attention)
 }
 
 
