@@ -28,9 +28,9 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     hooks = [*HOOKS]
+    # SGLang's debugging tools would import Megatron and TransformerEngine, which take time and memory in each process.
+    sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
-        # SGLang's debugging tools would import Megatron, which takes time and which an engine does not need.
-        sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
         _patch_cpu_engine()
         hooks += CPU_HOOKS
     for target, kind, hook in hooks:

@@ -16,6 +16,7 @@ import json
 import multiprocessing
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,7 +34,9 @@ from torch.overrides import TorchFunctionMode
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.multi_token_prediction import is_of_mtp
+from grpo_mp.platform.engine_plugin import register
 from grpo_mp.rollout.engine_args import CUDA_ENVIRONMENT
+from grpo_mp.utils.files import ENGINE_SCRATCH
 from grpo_mp.weight_sync.plan import Piece
 from grpo_mp.weight_sync.wire import WireFormat
 
@@ -92,7 +95,10 @@ def run_cases(function: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Print what the function says of each case on stdin, as the last line."""
     cases = json.load(sys.stdin)
     os.environ |= CUDA_ENVIRONMENT
-    sys.modules["megatron"] = None  # type: ignore[assignment]  # as in an engine
+    with tempfile.TemporaryDirectory() as scratch:
+        os.environ[ENGINE_SCRATCH] = scratch
+        register()
+    assert sys.modules["megatron"] is None  # as in every process of an engine
     fake_h100()
     disable_other_models(MODELS)
     import sglang.srt.model_loader.loader
