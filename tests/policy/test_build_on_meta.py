@@ -48,7 +48,7 @@ def test_save_and_load_copy_no_optimizer_state_on_the_device(
 def test_fused_kernels_are_on(recipe: str, results: dict[str, list[dict[str, Any]]]) -> None:
     experts = load_settings(Path(recipe)).layout.expert > 1
     for rank in results[recipe]:
-        assert rank["rope_fused"]
+        assert rank["rope_fused"] == (Path(recipe).stem != "glm_4_7_flash")  # of 20 heads
         assert rank["permute_fused"] == experts
         assert rank["layers_that_add_gradients"] == rank["layers"] > 0
 
