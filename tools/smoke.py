@@ -150,18 +150,22 @@ def list_checks(machine: Machine) -> list[Check]:
 
 
 def job_settings(ranks: int) -> dict[str, list[str]]:
-    """Return the settings of the training jobs by name: every schedule, and an FP8 engine on GPUs that support FP8."""
+    """Return the settings of the training jobs by name: every schedule, and FP8 engines on GPUs that support FP8.
+
+    Engines load weights by CUDA IPC; those with ranks of their own first get them over NCCL.
+    """
     expert = math.gcd(ranks, 8)
     jobs = {
         "colocated": [f"layout.expert={expert}"],
         "deepseek": [f"layout.expert={expert}"],
     }
-    if (platform.compute_capability() or 0) >= 9:
-        jobs["deepseek_fp8"] = [f"layout.expert={expert}", "engine.args={quantization: fp8}"]
     if ranks > 1:
         own_ranks = [f"engine.ranks={ranks // 2}", f"layout.expert={math.gcd(ranks - ranks // 2, 8)}"]
         jobs["one_step_off"] = ["schedule=one_step_off", *own_ranks]
         jobs["async"] = ["schedule=async", "rollout.max_staleness=2", *own_ranks]
+    if (platform.compute_capability() or 0) >= 9:
+        in_fp8 = [name for name in ("deepseek", "one_step_off") if name in jobs]
+        jobs |= {f"{name}_fp8": [*jobs[name], "engine.args={quantization: fp8}"] for name in in_fp8}
     return jobs
 
 

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from grpo_mp import platform
 from grpo_mp.planner.clusters import read_cluster
+from tools.smoke import job_settings
 
 SMOKE = (sys.executable, "-m", "tools.smoke", "--ranks", "2")
 
@@ -25,6 +27,12 @@ def test_a_run_trains_and_its_machine_is_measured(tmp_path: Path) -> None:
     cluster = read_cluster(str(tmp_path / "cluster.yaml"))
     assert 0.001 < cluster.bf16_tflops < 10
     assert 0.01 < cluster.disk_gb_s < 100
+
+
+def test_fp8_weights_are_sent_by_ipc_and_by_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "compute_capability", lambda: 9.0)
+    assert {name for name in job_settings(8) if name.endswith("fp8")} == {"deepseek_fp8", "one_step_off_fp8"}
+    assert [name for name in job_settings(1) if name.endswith("fp8")] == ["deepseek_fp8"]
 
 
 @pytest.mark.nightly
