@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import _TYPES
 from torch import Tensor
 
+from grpo_mp.models import int4
 from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import BLOCK, FP8, SCALE, dequantize, scale_shape
 from grpo_mp.models.hf_config import HfConfig
@@ -22,7 +23,7 @@ from grpo_mp.utils.reading import read_json
 INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"  # the weights file in a folder without an index
 ROTARY = (".inv_freq", ".cos_cached", ".sin_cached")  # tables that some older checkpoints hold; models compute them
-LAYER = re.compile(r"^model\.(?:language_model\.)?layers\.(\d+)\.")
+LAYER = re.compile(r"^(?:language_model\.)?model\.(?:language_model\.)?layers\.(\d+)\.")
 STACKED = re.compile(r"^(.*\.experts)\.(gate_up_proj|down_proj)$")  # one tensor [experts, out, in] for a layer
 
 
@@ -30,7 +31,7 @@ class HfReader:
     """Reads tensors, or slices of them, from a Hugging Face folder."""
 
     def __init__(self, folder: Path, dequantize_to: torch.dtype = torch.bfloat16) -> None:
-        """Open all weight files of the folder. `dequantize_to`: dtype in which FP8 is read."""
+        """Open all weight files of the folder. `dequantize_to`: dtype in which FP8 and INT4 are read."""
         self.folder, self.dequantize_to = folder, dequantize_to
         if not has_hf_weights(folder):
             raise UserError(f"{folder} contains neither {SINGLE_FILE} nor {INDEX}")
@@ -40,11 +41,15 @@ class HfReader:
         self._handles = {file: _open(file) for file in self.files}
         self._file_of = {name: file for file, handle in self._handles.items() for name in handle.keys()}  # noqa: SIM118
         self.stored_names = frozenset(self._file_of)  # of all tensors
+        packed = {name for name in self.stored_names if name.endswith(int4.PACKED)}
+        self._int4 = {name.removesuffix(int4.PACKED) for name in packed}
         self._experts: dict[str, _Expert] = {}  # name of an expert's tensor -> its place in a stacked tensor
         self._experts = dict(self._expert_tensors())
         stacked = {part.stored for part in self._experts.values()}
-        # Without FP8 scales, and with each expert's own tensors.
-        self.names = self.stored_names - stacked - {name + SCALE for name in self.stored_names} | self._experts.keys()
+        parts = {name + part for name in self._int4 for part in (int4.PACKED, int4.SCALE, int4.SHAPE)}
+        # Without scales, and with each expert's own tensors.
+        scales = {name + SCALE for name in self.stored_names}
+        self.names = self.stored_names - stacked - scales - parts | self._experts.keys() | self._int4
         self.has_fp8 = any(name + SCALE in self.stored_names for name in self.stored_names)
 
     def __enter__(self) -> "HfReader":
@@ -67,6 +72,8 @@ class HfReader:
                     yield f"{match[1]}.{expert}.{part}.weight", _Expert(name, expert, start, stop)
 
     def dtype(self, name: str) -> torch.dtype:
+        if name in self._int4:
+            return self.dequantize_to
         name = self._experts[name].stored if name in self._experts else name
         stored = self._handle(name).get_slice(name).get_dtype()
         dtype = _TYPES.get(stored)
@@ -78,13 +85,33 @@ class HfReader:
         if name in self._experts:
             part = self._experts[name]
             return part.stop - part.start, self.shape(part.stored)[2]
+        if name in self._int4:
+            rows, words = self.shape(name + int4.PACKED)
+            return rows, words * int4.IN_WORD
         return tuple(self._handle(name).get_slice(name).get_shape())
 
     def read(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> torch.Tensor:
+        if name in self._int4:
+            return self._read_int4(name, axis, start, stop)
         if self.dtype(name) != FP8:
             return self.read_stored(name, axis, start, stop)
         origin = (start if axis == 0 else 0, start if axis == 1 else 0)
         return dequantize(self.read_stored(name, axis, start, stop), self._factors(name), self.dequantize_to, origin)
+
+    def _read_int4(self, name: str, axis: int | None, start: int, stop: int) -> Tensor:
+        rows, columns = self.shape(name)
+        if self.shape(name + int4.SCALE) != (rows, columns // int4.GROUP) or columns % int4.GROUP:
+            raise UserError(
+                f"{self.folder}: {name + int4.SCALE} has shape {list(self.shape(name + int4.SCALE))}, groups of "
+                f"{int4.GROUP} columns of {[rows, columns]} need {[rows, columns // int4.GROUP]}"
+            )
+        if axis == 0:
+            packed, scale = (self.read_stored(name + part, 0, start, stop) for part in (int4.PACKED, int4.SCALE))
+            return int4.dequantize(packed, scale, self.dequantize_to, (0, columns))
+        first, last = (start, stop) if axis == 1 else (0, columns)
+        packed = self.read_stored(name + int4.PACKED, 1, first // int4.IN_WORD, -(-last // int4.IN_WORD))
+        scale = self.read_stored(name + int4.SCALE, 1, first // int4.GROUP, -(-last // int4.GROUP))
+        return int4.dequantize(packed, scale, self.dequantize_to, (first, last))
 
     def _factors(self, name: str) -> Tensor:
         scale = name + SCALE
@@ -98,7 +125,9 @@ class HfReader:
         return self.read_stored(scale)
 
     def read_stored(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> torch.Tensor:
-        """Return the full tensor, or its slice [start, stop) along `axis`, in its stored dtype."""
+        """Return the full tensor, or its slice [start, stop) along `axis`, in its stored dtype; INT4 as `read`."""
+        if name in self._int4:
+            return self._read_int4(name, axis, start, stop)
         if name in self._experts:
             return self._read_expert(self._experts[name], axis, start, stop)
         if axis is None:

@@ -15,7 +15,7 @@ from grpo_mp.checkpoint.hf_reader import INDEX, SINGLE_FILE
 from grpo_mp.config.sections import LoraConfig
 from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import BLOCK
-from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.hf_config import QUANTIZATION_CONFIG, HfConfig
 from grpo_mp.utils.files import sync_to_disk, write_json
 
 SHARD_BYTES = 2**30  # largest file; a writer has one shard being written, one being filled, and one tensor in memory
@@ -29,7 +29,6 @@ AUX_FILES = (
     *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
     *("*.py", "*.md", "LICENSE*", "NOTICE*"),
 )
-QUANTIZATION_CONFIG = "quantization_config"
 FP8_CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
 UNQUANTIZED = "modules_to_not_convert"  # key in the quantization_config
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -166,7 +165,7 @@ def _split_by_bytes(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int)
 def copy_aux_files(like: Path, folder: Path, quantization: Mapping[str, Any] | None = None) -> None:
     """Copy config, tokenizer, chat templates, code and licence from `like` to `folder`.
 
-    The new config.json has the quantization_config of `like`, or else `quantization`; none if `quantization` is None.
+    The new config.json has no quantization_config, or that of `like` if it is FP8, or else `quantization`.
     """
     for file in (file for pattern in AUX_FILES for file in like.glob(pattern) if file.is_file()):
         copy = folder / file.relative_to(like)
@@ -174,8 +173,11 @@ def copy_aux_files(like: Path, folder: Path, quantization: Mapping[str, Any] | N
         shutil.copy2(file, copy)
     config_file = folder / "config.json"
     config: dict[str, Any] = json.loads(config_file.read_text()) if config_file.is_file() else {}
-    if config and bool(quantization) != (QUANTIZATION_CONFIG in config):
-        config.pop(QUANTIZATION_CONFIG, None)
+    parts = (config, config.get("text_config") or {})
+    stored = next((part[QUANTIZATION_CONFIG] for part in parts if part.get(QUANTIZATION_CONFIG)), {})
+    if config and (stored.get("quant_method") != "fp8" if quantization else stored):
+        for part in parts:
+            part.pop(QUANTIZATION_CONFIG, None)
         config |= {QUANTIZATION_CONFIG: quantization} if quantization else {}
         config_file.write_text(json.dumps(config, indent=2))
 

@@ -26,6 +26,7 @@ class Family:
     untrained: tuple[str, ...] = ()  # first parts of names of Hugging Face tensors outside the policy
     mtp_names: Mapping[str, str] = field(default_factory=dict)  # {}, or QWEN_NAMES of multi_token_prediction
     transformers_type: str | None = None  # model_type in transformers, if it differs from the key in FAMILIES
+    text_prefix: str = ""  # of names in vision-language folders; "": model. becomes model.language_model.
     models: str = ""  # published models and what is rejected, for the table of the README
     rejected: str = ""
 
@@ -39,6 +40,8 @@ class Family:
 
     def stored_name(self, hf: HfConfig, name: str) -> str:
         """Return a tensor's name in the folder: of a module `mtp`, or of the text model in a vision-language model."""
+        if hf.is_text_part and self.text_prefix:
+            return self.text_prefix + name
         layer = HF_LAYER.format(layer=hf.int("num_hidden_layers"))
         for ours, theirs in self.mtp_names.items():
             if name.startswith(layer + ours):
@@ -56,6 +59,7 @@ class Family:
         return (*self.untrained, MODULE) if self.mtp_names and not hf.trains_mtp else self.untrained
 
 
+KIMI: dict[str, Any] = {"untrained": ("vision_tower.", "mm_projector."), "text_prefix": "language_model."}
 QWEN_NEXT: dict[str, Any] = {"untrained": ("model.visual.",), "mtp_names": QWEN_NAMES, "rotary": qwen3_next.rotary}
 
 FAMILIES = {
@@ -127,6 +131,7 @@ FAMILIES = {
         "DeepseekV3ForCausalLM",
         deepseek.v3_config,
         deepseek.v3_rules,
+        **KIMI,
         models="DeepSeek-V3, R1, Moonlight",
         rejected="biases",
     ),
@@ -135,7 +140,8 @@ FAMILIES = {
         deepseek.v3_config,
         deepseek.v3_rules,
         transformers_type="deepseek_v3",
-        models="Kimi-K2",
+        **KIMI,
+        models="Kimi-K2, text models of K2.5 and K2.6",
         rejected="biases",
     ),
     "glm4_moe": Family(
@@ -164,6 +170,7 @@ def family_of(hf: HfConfig) -> Family:
             f"model_type {hf.model_type!r} is not supported"
             f"{did_you_mean(hf.model_type, FAMILIES)}; supported: {', '.join(FAMILIES)}; or set model.family"
         )
+    hf.check_quantization()
     family = MODEL_FAMILIES.resolve(hf.family or hf.model_type, "model.family")
     hf.expect("architectures", [family.architecture])
     return family

@@ -9,7 +9,23 @@ from grpo_mp.utils.reading import read_json
 
 OF_WHOLE_MODEL = ("architectures", "model_type", "vision_config")  # keys that say nothing of the text model in it
 MTP_LAYERS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")  # synonyms: key of Qwen, key of all others
+QUANTIZATION_CONFIG = "quantization_config"
 DEFAULT_ROPE_THETA = 10000.0  # if config.json does not set rope_theta
+
+# Weights in INT4 as compressed-tensors describes those of Kimi-K2-Thinking and K2.5.
+INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+
+
+def _is_int4(quantization: dict[str, Any]) -> bool:
+    groups = (quantization.get("config_groups") or {}).values()
+    packed = (quantization.get("quant_method"), quantization.get("format")) == ("compressed-tensors", "pack-quantized")
+    return packed and bool(groups) and all(map(_is_int4_group, groups))
+
+
+def _is_int4_group(group: dict[str, Any]) -> bool:
+    weights = group.get("weights") or {}
+    same = all(weights.get(key) == value for key, value in INT4.items())
+    return same and not weights.get("actorder") and group.get("input_activations") is None
 
 
 @dataclass(frozen=True)
@@ -94,6 +110,20 @@ class HfConfig:
             "rope_theta": self._number("rope_theta", nested.get("rope_theta", theta), float),
             "rope_type": rope_type,
         }
+
+    @property
+    def quantization(self) -> dict[str, Any]:
+        """Return the quantization_config; {} if the weights are not quantized."""
+        return self.values.get(QUANTIZATION_CONFIG) or {}
+
+    def check_quantization(self) -> None:
+        """Raise an error unless the folder's weights are wide, blockwise FP8 or INT4 in groups of 32 columns."""
+        method = self.quantization.get("quant_method")
+        if self.quantization and method != "fp8" and not _is_int4(self.quantization):
+            raise self.error(
+                f"its weights are quantized by {method!r} in a format that is not read: read are blockwise FP8 (fp8) "
+                "and INT4 with groups of 32 (compressed-tensors, pack-quantized): take the release in bfloat16 or FP8"
+            )
 
     def check_positions(self, tokens: int, setting: str) -> None:
         """Raise an error if `tokens`, the value of `setting`, exceeds max_position_embeddings."""

@@ -9,11 +9,10 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from grpo_mp.checkpoint.hf_reader import HfReader
-from grpo_mp.checkpoint.hf_writer import QUANTIZATION_CONFIG
 from grpo_mp.config.sections import LayoutConfig, TrainingConfig
 from grpo_mp.distributed.process_groups import single_rank_environment, start_parallel, stop_parallel
 from grpo_mp.models.families import TRANSFORMERS_NAMES, family_of
-from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.hf_config import QUANTIZATION_CONFIG, HfConfig
 from grpo_mp.policy.megatron_config import transformer_config
 from grpo_mp.policy.model import build_chunks
 from grpo_mp.policy.weights import load_hf, local_tensors
@@ -22,7 +21,7 @@ TIMEOUT_S = 600.0  # of the process group of one rank
 
 
 def transformers_model(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Load a Hugging Face folder in transformers; blockwise FP8 weights are dequantized first."""
+    """Load a Hugging Face folder in transformers; FP8 and INT4 weights are dequantized first."""
     values = {key: value for key, value in HfConfig.read(folder).values.items() if key != QUANTIZATION_CONFIG}
     model_type = values.pop("model_type")
     config = AutoConfig.for_model(TRANSFORMERS_NAMES.get(model_type, model_type), **values)

@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_mp.checkpoint.hf_writer import QUANTIZATION_CONFIG, fp8_config
+from grpo_mp.checkpoint.hf_writer import fp8_config
 from grpo_mp.config.sections import EngineConfig
 from grpo_mp.distributed.layout import divisors
 from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import BLOCK
-from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.hf_config import QUANTIZATION_CONFIG, HfConfig
 from grpo_mp.utils.errors import Number, UserError, read_number
 
 OVERRIDES = "json_model_override_args"
@@ -219,7 +219,7 @@ def engine_uses_fp8(args: Mapping[str, Any], hf: HfConfig, cpu: bool) -> bool:
 
 def is_fp8_checkpoint(hf: HfConfig) -> bool:
     """Return whether the folder's weights are blockwise FP8."""
-    return bool(hf.get(QUANTIZATION_CONFIG))
+    return bool(hf.quantization.get("quant_method") == "fp8")
 
 
 def precision_arguments(args: Mapping[str, Any], hf: HfConfig, cpu: bool) -> dict[str, Any]:
@@ -228,7 +228,8 @@ def precision_arguments(args: Mapping[str, Any], hf: HfConfig, cpu: bool) -> dic
     With these arguments an engine cannot read the folder's weights.
     """
     fp8 = engine_uses_fp8(args, hf, cpu)
-    if fp8 == is_fp8_checkpoint(hf):
+    if fp8 == is_fp8_checkpoint(hf) == bool(hf.quantization):
         return {}
-    overrides = json.loads(args.get(OVERRIDES) or "{}") | {QUANTIZATION_CONFIG: fp8_config(hf) if fp8 else None}
-    return {OVERRIDES: json.dumps(overrides)}
+    precision = {QUANTIZATION_CONFIG: fp8_config(hf) if fp8 else None}
+    of_text = {"text_config": precision} if hf.is_text_part else {}
+    return {OVERRIDES: json.dumps(json.loads(args.get(OVERRIDES) or "{}") | precision | of_text)}

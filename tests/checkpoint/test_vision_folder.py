@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText, Qwen3_5MoeConfig
+from transformers import AutoModelForImageTextToText, Kimi_K25Config, Qwen3_5MoeConfig
 
 from grpo_mp.checkpoint.hf_reader import HfReader, check_model, is_non_policy_tensor
 from grpo_mp.models.families import family_of
@@ -92,3 +92,58 @@ def test_keys_of_the_whole_model_are_read_beside_those_of_the_text_model(folder:
     values = json.loads((folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | {"quantization_config": {"quant_method": "fp8"}}))
     assert HfConfig.read(tmp_path).get("quantization_config") == {"quant_method": "fp8"}
+
+
+@pytest.fixture(scope="module")
+def kimi(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Kimi-K2.5, with the names of the published files."""
+    folder = tmp_path_factory.mktemp("kimi")
+    torch.manual_seed(0)
+    text = TINY_CONFIGS["kimi_k2"] | {"hidden_size": 32, "vocab_size": 160, "num_hidden_layers": 2}
+    tower = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
+    config = Kimi_K25Config(
+        text_config={"model_type": "deepseek_v3"} | text,
+        vision_config=tower | {"pos_emb_height": 4, "pos_emb_width": 4},
+        projection_hidden_size=16,
+        image_token_id=150,
+        video_token_id=151,
+        tie_word_embeddings=False,
+    )
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    # transformers reads these names of the publisher, but does not write them.
+    published = {"language_model.model.blocks.": "language_model.model.layers.", "model.mm_projector.": "mm_projector."}
+    tensors = load_file(folder / "model.safetensors")
+    for ours, theirs in published.items():
+        tensors = {name.replace(ours, theirs): tensor for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    make_tokenizer(["apples"]).save_pretrained(folder)
+    return folder
+
+
+def test_the_text_model_of_kimi_is_mapped_by_published_names(kimi: Path) -> None:
+    hf = HfConfig.read(kimi)
+    assert hf.is_text_part
+    params = family_of(hf).params(hf)
+    with HfReader(kimi) as reader:
+        check_model(reader, params.values(), hf)
+        outside = {name for name in reader.names if is_non_policy_tensor(name, hf)}
+        assert {name.split(".")[0] for name in outside} == {"vision_tower", "mm_projector"}
+        mapped = {name for param in params.values() for name in param.hf}
+        assert mapped | outside == reader.names
+    assert {
+        "language_model.model.layers.1.mlp.experts.0.down_proj.weight",
+        "language_model.model.embed_tokens.weight",
+        "language_model.model.layers.1.mlp.gate.e_score_correction_bias",
+        "language_model.lm_head.weight",
+    } <= mapped
+
+
+def test_an_export_of_kimi_has_the_trained_text_model_and_the_tower(kimi: Path, tmp_path: Path) -> None:
+    with policy_of(kimi, "float32") as policy:
+        export_policy(policy, tmp_path / "export", kimi, 2**20)
+    with HfReader(kimi) as given, HfReader(tmp_path / "export") as exported:
+        assert exported.names == given.names
+        assert all(torch.equal(exported.read(name), given.read(name)) for name in given.names)
+    tokens = torch.arange(6, 30)[None]
+    whole, again = (AutoModelForImageTextToText.from_pretrained(path) for path in (kimi, tmp_path / "export"))
+    assert torch.equal(whole(input_ids=tokens).logits, again(input_ids=tokens).logits)
