@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from grpo_mp.models.families import FAMILIES, Family, family_of
+from grpo_mp.models.families import FAMILIES, Family
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.model_configs import find_config, named_config, published_config, published_models
 from grpo_mp.utils.errors import UserError
@@ -64,7 +64,7 @@ def _multi_token_prediction(family: Family, hf: HfConfig) -> str:
         return ""
     try:
         family.config(replace(hf, trains_mtp=True))
-        family_of(hf).params(replace(hf, trains_mtp=True))
+        family.rules(replace(hf, trains_mtp=True))
     except UserError:
         return "kept"
     return "trained"

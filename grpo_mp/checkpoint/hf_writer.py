@@ -174,7 +174,7 @@ def copy_aux_files(like: Path, folder: Path, quantization: Mapping[str, Any] | N
     config_file = folder / "config.json"
     config: dict[str, Any] = json.loads(config_file.read_text()) if config_file.is_file() else {}
     parts = (config, config.get("text_config") or {})
-    stored = next((part[QUANTIZATION_CONFIG] for part in parts if part.get(QUANTIZATION_CONFIG)), {})
+    stored: dict[str, Any] = next((part[QUANTIZATION_CONFIG] for part in parts if part.get(QUANTIZATION_CONFIG)), {})
     if config and (stored.get("quant_method") != "fp8" if quantization else stored):
         for part in parts:
             part.pop(QUANTIZATION_CONFIG, None)

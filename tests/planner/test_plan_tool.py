@@ -26,6 +26,7 @@ COMMAND = re.compile(r"grpo-mp plan (\S+) --cluster (\S+) --nodes (\d+)")
 Plan = Callable[..., Result]
 MANY_STAGES = (
     "kimi_k2",
+    "kimi_k2_5_128x_h200",
     "deepseek_r1_512x_h100",
     "deepseek_r1_96x_h20",
     "deepseek_r1_64x_h200",
