@@ -183,12 +183,13 @@ def copy_aux_files(like: Path, folder: Path, quantization: Mapping[str, Any] | N
 
 
 def adapter_config(
-    lora: LoraConfig, base: Path, names: Iterable[str], expert_projections: Collection[str]
+    lora: LoraConfig, base: Path, names: Iterable[str], expert_projections: Collection[str], fuses_experts: bool = True
 ) -> dict[str, Any]:
     """Return the content of adapter_config.json.
 
     `names`: tensor names of the adapters, such as `...q_proj.lora_A.weight`; `expert_projections`: names of the
-    projections in the model's experts, such as `up_proj`.
+    projections in the model's experts, such as `up_proj`; `fuses_experts`: peft derives from these names the
+    parameters of all experts together. Otherwise the file has what peft would derive.
     In transformers 5 all experts of a layer are one module, and peft applies a target module with the name of an expert
     projection to it, too. So projections of these names in dense layers and shared experts are listed as
     target_parameters, by their weights.
@@ -198,6 +199,18 @@ def adapter_config(
     by_name = {_leaf(module) for module in modules - by_weight}
     if lora.targets is not None:
         by_name = {target for target in lora.targets if target in by_name or _leaf(target) not in expert_projections}
+    parameters = {f"{'.'.join(module.split('.')[-2:])}.weight" for module in by_weight}
+    patterns: dict[str, Any] = {}
+    if not fuses_experts:
+        by_name = {name for name in by_name if _leaf(name) not in expert_projections}
+        chosen = {_leaf(module) for module in modules if ".experts." in module}
+        fused = {"down_proj" if name == "down_proj" else "gate_up_proj" for name in chosen}
+        parameters |= {f"experts.{name}" for name in fused}
+        patterns = {
+            key: {r".*\.gate_up_proj": 2 * value}
+            for key, value in (("rank_pattern", lora.rank), ("alpha_pattern", lora.alpha))
+            if "gate_up_proj" in fused
+        }
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -205,11 +218,11 @@ def adapter_config(
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "target_modules": sorted(by_name),
-        "target_parameters": sorted({f"{'.'.join(module.split('.')[-2:])}.weight" for module in by_weight}) or None,
+        "target_parameters": sorted(parameters) or None,
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,
-    }
+    } | patterns
 
 
 def _leaf(module: str) -> str:
@@ -222,18 +235,19 @@ def write_peft(
     model: Path,
     lora: LoraConfig,
     expert_projections: Collection[str] = (),
+    fuses_experts: bool = True,
 ) -> None:
     """Write a peft folder, which gets its name only when it is complete.
 
-    `tensors`: adapters by Hugging Face name; `model`: folder of the base weights; `expert_projections`: see
-    `adapter_config`.
+    `tensors`: adapters by Hugging Face name; `model`: folder of the base weights; `expert_projections` and
+    `fuses_experts`: see `adapter_config`.
     """
     own, incomplete = dict(tensors), incomplete_folder(folder)
     begin_hf(folder)
     save_tensors(
         incomplete / ADAPTER_WEIGHTS, {PEFT_PREFIX + name: tensor.contiguous() for name, tensor in own.items()}
     )
-    write_json(incomplete / ADAPTER_CONFIG, adapter_config(lora, model, own, expert_projections))
+    write_json(incomplete / ADAPTER_CONFIG, adapter_config(lora, model, own, expert_projections, fuses_experts))
     for path in (*incomplete.iterdir(), incomplete):
         sync_to_disk(path)
     replace_folder(incomplete, folder)

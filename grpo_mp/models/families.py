@@ -27,6 +27,7 @@ class Family:
     mtp_names: Mapping[str, str] = field(default_factory=dict)  # {}, or QWEN_NAMES of multi_token_prediction
     transformers_type: str | None = None  # model_type in transformers, if it differs from the key in FAMILIES
     text_prefix: str = ""  # of names in vision-language folders; "": model. becomes model.language_model.
+    peft_fuses_experts: bool = True  # peft knows that all experts of a layer are one module
     models: str = ""  # published models and what is rejected, for the table of the README
     rejected: str = ""
 
@@ -90,8 +91,9 @@ FAMILIES = {
         qwen3_next.moe_config,
         qwen3_next.moe_rules,
         **QWEN_NEXT,
+        peft_fuses_experts=False,
         models="text models of Qwen3.5 and later with experts",
-        rejected="as Qwen3-Next; peft does not load exported adapters of the experts, merged exports have them",
+        rejected="as Qwen3-Next",
     ),
     "qwen3_5_text": Family(
         "Qwen3_5ForCausalLM",

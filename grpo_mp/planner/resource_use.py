@@ -1,6 +1,7 @@
 """FLOPs and bytes of one GPU in a phase of the trainer, and the time that they need."""
 
 from dataclasses import dataclass, replace
+from math import prod
 
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.layout import ModelShape
@@ -96,9 +97,13 @@ def mtp_flops_per_token(model: ModelShape, hf: HfConfig, context_tokens: float) 
     """Return the forward FLOPs per token of a trained multi-token-prediction layer: layer, input projection, head."""
     if not hf.trains_mtp:
         return 0.0
-    head = 2.0 * model.hidden_size * model.vocab_size
-    layers = forward_flops_per_token(model, hf, context_tokens) - head
-    return layers / model.num_layers + 4.0 * model.hidden_size**2 + head
+    parameters = sum(
+        (model.experts_per_token if rule.experts else 1) * sum(prod(shape) for shape in rule.shapes if len(shape) == 2)
+        for rule in family_of(hf).rules(hf)
+        if model.num_layers in (rule.layers or ())
+    )
+    head = model.hidden_size * model.vocab_size
+    return 2.0 * (parameters + head) + model.num_heads * (model.qk_head_dim + model.v_head_dim) * context_tokens
 
 
 def fp8_flops_per_token(model: ModelShape, hf: HfConfig) -> float:
@@ -158,7 +163,7 @@ def _passes_of_an_epoch(job: PlannedJob, products: ResourceUse) -> ResourceUse:
     model = job.model
     learns_ahead = job.hf.trains_mtp
     ahead = mtp_flops_per_token(model, job.hf, job.attention_context)
-    ahead += learns_ahead * waiting_flops_per_token(model, job.settings.layout) / model.num_layers
+    ahead += learns_ahead * waiting_flops_per_token(model, job.settings.layout) / max(1, model.num_moe_layers)
     use += (products + ResourceUse(flops=ahead * tokens)).scaled(3 + recomputes)
     attention_layers = model.num_attention_layers + learns_ahead
     use += ResourceUse(flops=attention_layers * model.num_heads * model.qk_head_dim * job.attention_context * tokens)

@@ -25,6 +25,7 @@ from grpo_mp.checkpoint.run_state import (
 )
 from grpo_mp.config.sections import RunConfig
 from grpo_mp.distributed.process_groups import all_gather, make_groups
+from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.lora import expert_projections
 from grpo_mp.models.multi_token_prediction import copied_names
@@ -235,16 +236,13 @@ def export_adapters(policy: Policy, folder: Path, like: Path, bucket_bytes: int 
     )
     stages = chain.from_iterable(Resharder(rounds, wire, policy.tensors).stages(rounds))
     tensors = [(name, tensor.to("cpu", copy=True)) for name, tensor in stages]
-    of_experts = expert_projections(policy.base_params.values())
-    on_all_ranks(
-        lambda: (
-            write_peft(folder, tensors, model=like, lora=lora, expert_projections=of_experts)
-            if parallel.rank == 0
-            else None
-        ),
-        folder,
-        group,
-    )
+    of_experts, fuses = expert_projections(policy.base_params.values()), family_of(policy.hf).peft_fuses_experts
+
+    def write() -> None:
+        if parallel.rank == 0:
+            write_peft(folder, tensors, model=like, lora=lora, expert_projections=of_experts, fuses_experts=fuses)
+
+    on_all_ranks(write, folder, group)
 
 
 def _copied_names(like: Path, hf: HfConfig) -> dict[str, str]:

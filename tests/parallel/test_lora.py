@@ -15,8 +15,7 @@ from tests.parallel.lora import folders
 BOUND = 1e-5
 MERGED_BOUND = 1e-6
 CHANGE_BOUND = 5e-5
-# peft does not know that the experts of qwen3_5_moe_text are one module, and loads none of their adapters.
-ONE = [CASES[f"{model}-one-lora"] for model in ADAPTED if model != "qwen3_5_moe"]
+ONE = [CASES[f"{model}-one-lora"] for model in ADAPTED]
 
 
 def exported(case: Case, outcomes: Outcomes) -> tuple[Path, Path]:

@@ -1,14 +1,19 @@
 """Speculative decoding in a plan, against sums written out for DeepSeek-R1 on 16 GPUs."""
 
+from dataclasses import replace
+
 import pytest
 
 from grpo_mp.distributed.coordinates import communicators
+from grpo_mp.distributed.layout import model_shape
 from grpo_mp.planner.clusters import OVERHEADS
 from grpo_mp.planner.engine_memory import engine_memory
 from grpo_mp.planner.engine_use import accepted_tokens, generation_use, prefill_flops, sync_use
 from grpo_mp.planner.job import PlannedJob
-from grpo_mp.planner.resource_use import active_parameters, train_use
-from tests.planner.jobs import job_of
+from grpo_mp.planner.model_configs import published_config
+from grpo_mp.planner.resource_use import active_parameters, mtp_flops_per_token, train_use
+from tests.planner.jobs import job_of, settings_of
+from tests.planner.meta_model import built_on_meta
 
 GPUS, HIDDEN, LAYERS = 16, 7168, 61
 MTP = {"algorithm": "mtp", "num_steps": 3}
@@ -57,11 +62,12 @@ def test_a_layer_that_learns_costs_the_trainer_and_not_the_engines() -> None:
     assert engine_memory(trained) == engine_memory(plain)
     head = HIDDEN * 129280
     active = active_parameters(plain.model, plain.hf)
-    added = (active - head) / LAYERS + 2 * HIDDEN**2 + head
+    latent = HIDDEN * (1536 + 576) + 1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * HIDDEN
+    added = latent + (8 + 1) * 3 * HIDDEN * 2048 + 256 * HIDDEN + 2 * HIDDEN**2 + head
     attention = 128 * (192 + 128) * plain.attention_context  # FLOPs of a layer's scores and values, of half the context
     scores = 128 * 192 * plain.attention_context  # once more in a backward pass
     wait = 2 * (OVERHEADS.expert_wait - 1) * 58 * 8 * 3 * HIDDEN * 2048  # for the busiest of the routed experts
-    ahead = 3 * (2 * added + attention + wait / LAYERS) + scores
+    ahead = 3 * (2 * added + attention + wait / 58) + scores
     ratio = ahead / (3 * (2 * active + LAYERS * attention + wait) + LAYERS * scores)
     assert train_use(trained).flops / train_use(plain).flops == pytest.approx(1 + ratio, rel=1e-6)
     assert train_use(trained).bubble < train_use(plain).bubble  # 31 and 30 + 1 layers, where it was 31 and 30
@@ -69,3 +75,12 @@ def test_a_layer_that_learns_costs_the_trainer_and_not_the_engines() -> None:
     assert sync_use(drafting).nvlink_bytes > 1.01 * sync_use(job(0.0, **MTP)).nvlink_bytes
     groups = [communicators(each.settings.layout, 16, True, each.hf.trains_mtp) for each in (plain, trained)]
     assert {group.group for group in groups[1]} - {group.group for group in groups[0]} == {"EMBEDDING_GROUP"}
+
+
+def test_the_layer_that_predicts_ahead_has_attention_where_most_layers_have_none() -> None:
+    hf = replace(published_config("qwen3.5-35b-a3b"), trains_mtp=True)
+    with built_on_meta(settings_of(layout={"expert": 32}), hf, world_size=32, rank=0) as (model,):  # 8 of 256 experts
+        matrices = [weight for weight in model.mtp.parameters() if weight.dim() == 2]
+    head, attention = 2048 * 248320, 16 * (256 + 256) * 1000
+    expected = 2 * (sum(weight.numel() for weight in matrices) + head) + attention
+    assert mtp_flops_per_token(model_shape(hf), hf, 1000) == expected
