@@ -8,6 +8,8 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from grpo_mp.checkpoint.hf_writer import (
     write_index,
 )
 from grpo_mp.checkpoint.run_state import SETTINGS
+from grpo_mp.checkpoint.stacked_experts import stack_experts
 from grpo_mp.checkpoint.torch_dist import TorchDistReader, merge_parts, slots_of, write_part
 from grpo_mp.models.chunks import matrix_shape
 from grpo_mp.models.families import family_of
@@ -88,7 +91,7 @@ def to_hf(
     reader = SavedReader(saved) if (saved / INDEX).is_file() else TorchDistReader(source, hf)
     if isinstance(reader, SavedReader) and hf.mtp_layers and reader.has(family_of(hf).mtp_prefix(hf)):
         hf = HfConfig.read(like, trains_mtp=True)  # the run trained the multi-token-prediction layer
-    params = _params(hf)
+    params, quantization = _params(hf), fp8_config(hf) if fp8 else None
     if unread := reader.unread(params.values()):
         raise UserError(
             f"{source} holds {'adapters' if any('.lora_' in name for name in unread) else 'other tensors'}, such as "
@@ -103,7 +106,7 @@ def to_hf(
     if folder := _write_parts(
         destination, record, parts, form=_Format(tensors.load, _save), report_progress=report_progress
     ):
-        copy_aux_files(like, folder, fp8_config(hf) if fp8 else None)
+        copy_aux_files(like, folder, quantization)
         write_index(folder, list(parts))
         _complete(folder, destination)
 
@@ -147,9 +150,24 @@ class _HfTensors:
     hf: HfConfig
     fp8: bool
 
+    @cached_property
+    def stacks(self) -> dict[int | None, list[Param]]:
+        """Return the parameters of each layer's experts, if they are stacked; else {}."""
+        stacks: dict[int | None, list[Param]] = {}
+        if family_of(self.hf).stacks_experts:
+            for param in self.params.values():
+                if param.expert is not None:
+                    stacks.setdefault(param.layer, []).append(param)
+        return stacks
+
     def sizes(self) -> dict[str, int]:
-        """Return the bytes of each parameter, and of each tensor outside the policy."""
+        """Return the bytes of each parameter, and of each tensor outside the policy.
+
+        Stacked experts of a layer count together, under the name of the first parameter.
+        """
         sizes = {name: param.num_elements * self.reader.dtype(param).itemsize for name, param in self.params.items()}
+        for first, *others in self.stacks.values():
+            sizes[first.name] += sum(sizes.pop(param.name) for param in others)
         if not self.original:
             return sizes
         names = sorted(name for name in self.original.names if is_non_policy_tensor(name, self.hf))
@@ -162,8 +180,14 @@ class _HfTensors:
             stored = [name, name + SCALE] if self.fp8 and self.original.dtype(name) == FP8 else [name]
             read = self.original.read_stored if self.fp8 else self.original.read
             return [(stored_name, read(stored_name)) for stored_name in stored]
-        tensors = list[tuple[str, Tensor]]()
         param = self.params[name]
+        if param.expert is None or not self.stacks:
+            return self._tensors(param)
+        of_layer = chain.from_iterable(map(self._tensors, self.stacks[param.layer]))
+        return list(stack_experts(of_layer, param.experts))
+
+    def _tensors(self, param: Param) -> list[tuple[str, Tensor]]:
+        tensors = list[tuple[str, Tensor]]()
         copies = copied_names(self.hf)
         for hf_name, tensor, in_fp8 in zip(param.hf, self.reader.read(param), param.in_fp8, strict=True):
             check_finite(tensor, self.reader.folder, hf_name)

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -11,12 +11,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import _TYPES
 from torch import Tensor
 
+from grpo_mp.checkpoint.stacked_experts import ExpertPart, expert_parts
 from grpo_mp.models import int4
 from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import BLOCK, FP8, SCALE, dequantize, scale_shape
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param
 from grpo_mp.models.multi_token_prediction import copied_names
+from grpo_mp.models.mxfp4 import BLOCKS, SCALES
 from grpo_mp.utils.errors import UserError, one_line
 from grpo_mp.utils.reading import read_json
 
@@ -24,14 +26,13 @@ INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"  # the weights file in a folder without an index
 ROTARY = (".inv_freq", ".cos_cached", ".sin_cached")  # tables that some older checkpoints hold; models compute them
 LAYER = re.compile(r"^(?:language_model\.)?model\.(?:language_model\.)?layers\.(\d+)\.")
-STACKED = re.compile(r"^(.*\.experts)\.(gate_up_proj|down_proj)$")  # one tensor [experts, out, in] for a layer
 
 
 class HfReader:
     """Reads tensors, or slices of them, from a Hugging Face folder."""
 
     def __init__(self, folder: Path, dequantize_to: torch.dtype = torch.bfloat16) -> None:
-        """Open all weight files of the folder. `dequantize_to`: dtype in which FP8 and INT4 are read."""
+        """Open all weight files of the folder. `dequantize_to`: dtype in which FP8, INT4 and MXFP4 are read."""
         self.folder, self.dequantize_to = folder, dequantize_to
         if not has_hf_weights(folder):
             raise UserError(f"{folder} contains neither {SINGLE_FILE} nor {INDEX}")
@@ -43,9 +44,10 @@ class HfReader:
         self.stored_names = frozenset(self._file_of)  # of all tensors
         packed = {name for name in self.stored_names if name.endswith(int4.PACKED)}
         self._int4 = {name.removesuffix(int4.PACKED) for name in packed}
-        self._experts: dict[str, _Expert] = {}  # name of an expert's tensor -> its place in a stacked tensor
-        self._experts = dict(self._expert_tensors())
+        self._experts: dict[str, ExpertPart] = {}  # by name of an expert's tensor
+        self._experts = dict(expert_parts({name: partial(self.shape, name) for name in sorted(self.stored_names)}))
         stacked = {part.stored for part in self._experts.values()}
+        stacked |= {name.removesuffix(BLOCKS) + SCALES for name in stacked if name.endswith(BLOCKS)}
         parts = {name + part for name in self._int4 for part in (int4.PACKED, int4.SCALE, int4.SHAPE)}
         # Without scales, and with each expert's own tensors.
         scales = {name + SCALE for name in self.stored_names}
@@ -58,23 +60,13 @@ class HfReader:
     def __exit__(self, *_: object) -> None:
         self._handles.clear()
 
-    def _expert_tensors(self) -> "Iterator[tuple[str, _Expert]]":
-        for name in self.stored_names:
-            match = STACKED.match(name)
-            if not match or len(shape := self.shape(name)) != 3:
-                continue
-            experts, rows, _ = shape
-            parts = {"down_proj": (0, rows)}
-            if match[2] == "gate_up_proj":
-                parts = {"gate_proj": (0, rows // 2), "up_proj": (rows // 2, rows)}
-            for expert in range(experts):
-                for part, (start, stop) in parts.items():
-                    yield f"{match[1]}.{expert}.{part}.weight", _Expert(name, expert, start, stop)
-
     def dtype(self, name: str) -> torch.dtype:
         if name in self._int4:
             return self.dequantize_to
-        name = self._experts[name].stored if name in self._experts else name
+        if name in self._experts:
+            if self._experts[name].is_mxfp4:
+                return self.dequantize_to
+            name = self._experts[name].stored
         stored = self._handle(name).get_slice(name).get_dtype()
         dtype = _TYPES.get(stored)
         if dtype is None:
@@ -83,8 +75,7 @@ class HfReader:
 
     def shape(self, name: str) -> tuple[int, ...]:
         if name in self._experts:
-            part = self._experts[name]
-            return part.stop - part.start, self.shape(part.stored)[2]
+            return self._experts[name].shape
         if name in self._int4:
             rows, words = self.shape(name + int4.PACKED)
             return rows, words * int4.IN_WORD
@@ -129,35 +120,21 @@ class HfReader:
         if name in self._int4:
             return self._read_int4(name, axis, start, stop)
         if name in self._experts:
-            return self._read_expert(self._experts[name], axis, start, stop)
+            part = self._experts[name]
+            return part.read(
+                axis, start, stop, lambda stored: self._handle(stored).get_slice(stored), self.dequantize_to
+            )
         if axis is None:
             tensor: torch.Tensor = self._handle(name).get_tensor(name)
             return tensor
         rows = self._handle(name).get_slice(name)
-        part: torch.Tensor = rows[start:stop] if axis == 0 else rows[:, start:stop]
-        return part
-
-    def _read_expert(self, place: "_Expert", axis: int | None, start: int, stop: int) -> torch.Tensor:
-        rows = slice(place.start + start, place.start + stop) if axis == 0 else slice(place.start, place.stop)
-        columns = slice(start, stop) if axis == 1 else slice(None)
-        stacked = self._handle(place.stored).get_slice(place.stored)
-        matrix: torch.Tensor = stacked[place.expert : place.expert + 1, rows, columns][0]
-        return matrix
+        cut: torch.Tensor = rows[start:stop] if axis == 0 else rows[:, start:stop]
+        return cut
 
     def _handle(self, name: str):  # type: ignore[no-untyped-def]
         if name not in self._file_of:
             raise UserError(f"{self.folder}: no file holds the tensor {name}")
         return self._handles[self._file_of[name]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Expert:
-    """Place of an expert's matrix in the stacked tensor of all experts of a layer: rows [start, stop) of `expert`."""
-
-    stored: str
-    expert: int
-    start: int
-    stop: int
 
 
 def has_hf_weights(folder: Path) -> bool:

@@ -84,6 +84,8 @@ def fp8_config(hf: HfConfig) -> dict[str, Any]:
     These are the matrices in layers that are not quantized, as in FP8 releases of Qwen, and what is outside the policy.
     """
     family = family_of(hf)
+    if family.stacks_experts:
+        raise hf.error(f"nothing reads {hf.model_type} in blockwise FP8: leave quantization out")
     wide = [
         name.removesuffix(".weight")
         for param in family.params(hf).values()

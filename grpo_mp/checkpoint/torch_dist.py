@@ -29,7 +29,7 @@ from grpo_mp.utils.errors import UserError
 
 COMMON = "common.pt"
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc\d\.weight)\d+$")
+EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc\d\.(?:weight|bias))\d+$")
 DELTA_PARTS = ("query", "key", "value", "z", "beta", "alpha")  # rows of fused parameters of gated delta nets
 OPTIMIZER = "optimizer."  # prefix of optimizer keys in checkpoints that Megatron saved
 

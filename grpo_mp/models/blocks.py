@@ -96,6 +96,7 @@ class ExpertNames:
     up: str = "up_proj"
     down: str = "down_proj"
     router: str = "gate"
+    bias: bool = False  # the router and all projections of experts have biases
 
 
 DEFAULT_NAMES = ExpertNames()
@@ -109,8 +110,17 @@ def experts(
     norm, hf_norm = MCORE_LAYER + "pre_mlp_layernorm.weight", HF_LAYER + "post_attention_layernorm.weight"
     mcore, block = MCORE_LAYER + "mlp.", HF_LAYER + names.moe_block
     expert = tuple(block + "experts.{expert}." + name for name in (names.gate, names.up, names.down))
+    router = block + names.router
+    in_layers: dict[str, Any] = {"layers": layers, "experts": num_experts}
+    gate_up, down = tuple(name + ".bias" for name in expert[:2]), (expert[2] + ".bias",)
+    biases = [
+        Rule(mcore + "router.bias", (router + ".bias",), ((num_experts,),), layers=layers),
+        Rule(mcore + "experts.linear_fc1.bias{expert}", gate_up, ((width,), (width,)), tp_dim=0, **in_layers),
+        Rule(mcore + "experts.linear_fc2.bias{expert}", down, ((hidden,),), **in_layers),
+    ]
     return [
         Rule(norm, (hf_norm,), ((hidden,),), layers=layers),
-        Rule(mcore + "router.weight", (f"{block}{names.router}.weight",), ((num_experts, hidden),), layers=layers),
+        Rule(mcore + "router.weight", (router + ".weight",), ((num_experts, hidden),), layers=layers),
         *_projections(mcore + "experts.", expert, hidden=hidden, width=width, layers=layers, experts=num_experts),
+        *(biases if names.bias else []),
     ]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from grpo_mp.models import deepseek, glm4_moe, gqa, hy_v3, llama_qwen, mixtral, qwen3_next
+from grpo_mp.models import deepseek, glm4_moe, gpt_oss, gqa, hy_v3, llama_qwen, mixtral, qwen3_next
 from grpo_mp.models.blocks import HF_LAYER
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param, Rule, expand
@@ -25,6 +25,9 @@ class Family:
     group_score_topk: int = 2  # group-limited routing ranks a group by its best n scores
     untrained: tuple[str, ...] = ()  # first parts of names of Hugging Face tensors outside the policy
     mtp_names: Mapping[str, str] = field(default_factory=dict)  # {}, or QWEN_NAMES of multi_token_prediction
+    stacks_experts: bool = (
+        False  # exports hold the experts of a layer in one tensor, as transformers and SGLang read them
+    )
     transformers_type: str | None = None  # model_type in transformers, if it differs from the key in FAMILIES
     text_prefix: str = ""  # of names in vision-language folders; "": model. becomes model.language_model.
     peft_fuses_experts: bool = True  # peft knows that all experts of a layer are one module
@@ -158,6 +161,15 @@ FAMILIES = {
         hy_v3.rules,
         models="Hy3",
         rejected="biases, rope scaling, training its layer that predicts ahead",
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        gpt_oss.config,
+        gpt_oss.rules,
+        stacks_experts=True,
+        models="gpt-oss-20b, gpt-oss-120b",
+        rejected="context parallelism on GPUs, expert-tensor parallelism, FP8; peft does not load exported adapters of "
+        "the experts, merged exports have them",
     ),
 }
 MODEL_FAMILIES: Registry[Family] = Registry("model family", FAMILIES, instance=Family)

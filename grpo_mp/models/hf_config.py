@@ -117,12 +117,13 @@ class HfConfig:
         return self.values.get(QUANTIZATION_CONFIG) or {}
 
     def check_quantization(self) -> None:
-        """Raise an error unless the folder's weights are wide, blockwise FP8 or INT4 in groups of 32 columns."""
+        """Raise an error unless the folder's weights are wide, blockwise FP8, MXFP4 or INT4 in groups of 32 columns."""
         method = self.quantization.get("quant_method")
-        if self.quantization and method != "fp8" and not _is_int4(self.quantization):
+        if self.quantization and method not in ("fp8", "mxfp4") and not _is_int4(self.quantization):
             raise self.error(
-                f"its weights are quantized by {method!r} in a format that is not read: read are blockwise FP8 (fp8) "
-                "and INT4 with groups of 32 (compressed-tensors, pack-quantized): take the release in bfloat16 or FP8"
+                f"its weights are quantized by {method!r} in a format that is not read: read are blockwise FP8 (fp8), "
+                "MXFP4 of GPT-OSS (mxfp4) and INT4 with groups of 32 (compressed-tensors, pack-quantized): take the "
+                "release in bfloat16 or FP8"
             )
 
     def check_positions(self, tokens: int, setting: str) -> None:

@@ -4,32 +4,46 @@ import math
 from itertools import pairwise
 from typing import Any
 
+import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from grpo_mp.platform.packed_attention import packed_attention, plan_packing
+from grpo_mp.platform.packed_attention import Softmax, packed_attention, plan_packing
 
 
 class Attention(MegatronModule):
-    """Core attention with TEDotProductAttention's interface: causal self-attention without dropout."""
+    """Core attention with TEDotProductAttention's interface: causal self-attention without dropout.
+
+    With `softmax_type=learnable` the parameter `softmax_offset` [heads] holds the sinks.
+    """
+
+    softmax_offset: torch.nn.Parameter | None
 
     def __init__(
         self,
         config: Any,
         attn_mask_type: AttnMaskType,
         attention_type: str,
+        layer_number: int,
         softmax_scale: float | None = None,
         k_channels: int | None = None,
         pg_collection: Any = None,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        if config.attention_dropout or config.window_size or attention_type != "self":
-            raise NotImplementedError("attention on a CPU has no dropout, no sliding window and no cross attention")
+        if config.attention_dropout or attention_type != "self" or config.softmax_type == "off-by-one":
+            raise NotImplementedError("attention on a CPU has no dropout, no fixed sinks and no cross attention")
         self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
         self.scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
+        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if has_window else None
+        self.softmax_offset = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
         self.attn_mask_type = attn_mask_type
 
     def forward(
@@ -56,14 +70,15 @@ class Attention(MegatronModule):
     def _packed(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], prefixes: tuple[int, ...] = ()
     ) -> Tensor:
+        softmax = Softmax(self.scale, self.window, self.softmax_offset)
         if self.cp_group is None:
             return packed_attention(
-                query, key, value=value, packing=plan_packing(lengths, prefixes=prefixes), scale=self.scale
+                query, key, value=value, packing=plan_packing(lengths, prefixes=prefixes), softmax=softmax
             )
         packing = plan_packing(lengths, self.cp_group.size(), self.cp_group.rank())
         # The backward pass of this gather is a reduce-scatter, which sums each token's gradient over all ranks.
         key, value = (gather_from_sequence_parallel_region(x.contiguous(), True, self.cp_group) for x in (key, value))
-        return packed_attention(query, key, value=value, packing=packing, scale=self.scale)
+        return packed_attention(query, key, value=value, packing=packing, softmax=softmax)
 
 
 def sequence_lengths(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -11,13 +12,22 @@ MAX_SCORES = 2**24  # largest number of attention scores in memory at a time
 ALIGNMENT = 16  # numbers of keys are padded to multiples: torch sums the rest of a vector in another order
 
 
+@dataclass(frozen=True)
+class Softmax:
+    """How scores become weights, as in packed_attention: `before`: keys before a query that it attends to."""
+
+    scale: float
+    before: int | None = None  # None: all
+    sinks: Tensor | None = None
+
+
 def paged_attention(
     query: Tensor,
     cache: tuple[Tensor, Tensor],
     slots: Tensor,
     lengths: Sequence[int],
     new_tokens: Sequence[int],
-    scale: float,
+    softmax: Softmax,
 ) -> Tensor:
     """Return causal attention of the new tokens of B sequences over all their tokens, [T, H, Dv].
 
@@ -32,7 +42,9 @@ def paged_attention(
         rows = torch.tensor([starts[index] for index in batch])[:, None] + torch.arange(count)
         batch_lengths = torch.tensor([lengths[index] for index in batch])
         batch_slots = slots[batch, : -(-int(batch_lengths.max()) // ALIGNMENT) * ALIGNMENT]
-        output[rows] = _attend(query[rows], keys, values=values, slots=batch_slots, lengths=batch_lengths, scale=scale)
+        output[rows] = _attend(
+            query[rows], keys, values=values, slots=batch_slots, lengths=batch_lengths, softmax=softmax
+        )
     return output
 
 
@@ -54,7 +66,7 @@ def _batches(lengths: Sequence[int], new_tokens: Sequence[int], heads: int) -> I
         yield count, batch
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor, scale: float) -> Tensor:
+def _attend(query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor, softmax: Softmax) -> Tensor:
     """Return causal attention [B, Q, H, Dv] of `query` [B, Q, H, D] over the tokens at `slots` [B, L].
 
     `lengths` [B]: tokens of each sequence.
@@ -70,10 +82,19 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths:
     else:
         gathered_values = values.view(-1, values.shape[2]).index_select(0, rows).view(shape)
     positions = lengths[:, None] - count + torch.arange(count)  # [B, Q]
-    mask = (torch.arange(slots.shape[1]) > positions[:, :, None])[:, None, None]  # [B, 1, 1, Q, L]
+    places = torch.arange(slots.shape[1])
+    mask = places > positions[:, :, None]
+    if softmax.before is not None:
+        mask |= places < positions[:, :, None] - softmax.before
+    mask = mask[:, None, None]  # [B, 1, 1, Q, L]
     grouped = query.view(batch, count, groups, heads // groups, size).permute(0, 2, 3, 1, 4)  # [B, G, H/G, Q, D]
     scores = grouped.reshape(batch, groups, -1, size) @ gathered_keys.to(query.dtype).transpose(-1, -2)
-    scores = scores.float().mul_(scale).view(*grouped.shape[:-1], -1)
-    weights = scores.masked_fill_(mask, -torch.inf).softmax(-1).to(query.dtype)
+    scores = scores.float().mul_(softmax.scale).view(*grouped.shape[:-1], -1)
+    scores.masked_fill_(mask, -torch.inf)
+    if softmax.sinks is not None:
+        sinks = softmax.sinks.float().view(groups, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1].to(query.dtype)
+    else:
+        weights = scores.softmax(-1).to(query.dtype)
     output = weights.view(batch, groups, -1, weights.shape[-1]) @ gathered_values.to(query.dtype)
     return output.view(*grouped.shape[:-1], -1).permute(0, 3, 1, 2, 4).reshape(batch, count, heads, -1)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from grpo_mp.platform import engine_gated_delta, engine_layers
-from grpo_mp.platform.engine_attention import paged_attention
+from grpo_mp.platform.engine_attention import Softmax, paged_attention
 from grpo_mp.platform.engine_invariance import enable_batch_invariance
 from grpo_mp.utils.files import ENGINE_SCRATCH
 from grpo_mp.utils.processes import write_stacks_on_signal
@@ -51,7 +51,7 @@ def zero_score_bias(model: torch.nn.Module, *_: Any, **__: Any) -> None:
 
 
 def _patch_cpu_engine() -> None:
-    from sglang.srt.arg_groups import choices
+    from sglang.srt.arg_groups import choices, model_hook
     from sglang.srt.mem_cache.pool_host import common
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
@@ -62,6 +62,11 @@ def _patch_cpu_engine() -> None:
     AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
     choices.add_deterministic_attention_backend_choices(["torch_native"])
     choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
+    # SGLang refuses torch_native for GPT-OSS here, because it has no sinks; `_keep_sinks` adds them.
+    backends = model_hook.attention_backends_of
+    model_hook.attention_backends_of = lambda view: tuple(
+        name.replace("torch_native", "triton") for name in backends(view)
+    )
     # SGLang's own allocator, used for `enable_return_routed_experts`, registers the host memory with CUDA.
     common.ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, dtype, **_: torch.empty(dims, dtype=dtype)
     # When SGLang releases or resumes memory, it synchronizes the device that torch was built for, even without a GPU.
@@ -117,8 +122,9 @@ def _extend(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: An
     if not _is_self_attention(encoder_lengths, kwargs) or not kwargs["causal"]:
         return original(backend, *args, **kwargs)
     new_tokens = new_lengths.tolist()
+    softmax = Softmax(kwargs["scaling"], kwargs["sliding_window_size"], backend.sinks)
     attended = paged_attention(
-        query, (keys, values), slots[rows], lengths=lengths.tolist(), new_tokens=new_tokens, scale=kwargs["scaling"]
+        query, (keys, values), slots[rows], lengths=lengths.tolist(), new_tokens=new_tokens, softmax=softmax
     )
     return output.copy_(attended)
 
@@ -129,14 +135,28 @@ def _decode(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: An
     if not _is_self_attention(encoder_lengths, kwargs):
         return original(backend, *args, **kwargs)
     new_tokens = [1] * len(rows)
+    softmax = Softmax(kwargs["scaling"], kwargs["sliding_window_size"], backend.sinks)
     attended = paged_attention(
-        query, (keys, values), slots[rows], lengths=lengths.tolist(), new_tokens=new_tokens, scale=kwargs["scaling"]
+        query, (keys, values), slots[rows], lengths=lengths.tolist(), new_tokens=new_tokens, softmax=softmax
     )
     return output.copy_(attended)
 
 
 def _is_self_attention(encoder_lengths: Any, kwargs: dict[str, Any]) -> bool:
-    return encoder_lengths is None and not kwargs["is_cross_attn"] and kwargs["sliding_window_size"] is None
+    return encoder_lengths is None and not kwargs["is_cross_attn"]
+
+
+def _keep_sinks(original: Callable[..., Any], backend: Any, *args: Any, sinks: Any = None, **kwargs: Any) -> Any:
+    """Replace the attention of a layer, to pass its sinks on to `_extend` or `_decode`."""
+    backend.sinks = sinks
+    return original(backend, *args, **kwargs)
+
+
+def _use_dtype_for_sinks(model: torch.nn.Module, *_: Any, **__: Any) -> None:
+    # SGLang's sinks are in bfloat16 whatever the dtype of the model.
+    for name, sinks in model.named_parameters():
+        if name.endswith(".sinks"):
+            sinks.data = sinks.data.to(torch.get_default_dtype())
 
 
 def _set_fork(result: None, *_: Any) -> None:
@@ -164,6 +184,9 @@ CPU_HOOKS: list[tuple[str, str, Callable[..., Any]]] = [
         _enable_batch_invariance,
     ),
     ("srt.layers.rotary_embedding.factory.get_rope_cpu", "around", _get_rope_cpu),
+    ("srt.model_loader.loader._initialize_model", "after", _use_dtype_for_sinks),
+    (f"{ATTENTION}.forward_extend", "around", _keep_sinks),
+    (f"{ATTENTION}.forward_decode", "around", _keep_sinks),
     (f"{ATTENTION}._run_sdpa_forward_extend", "around", _extend),
     (f"{ATTENTION}._run_sdpa_forward_decode", "around", _decode),
     ("srt.layers.layernorm.RMSNorm.forward_native", "around", engine_layers.rms_norm_forward),

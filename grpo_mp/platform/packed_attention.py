@@ -4,7 +4,8 @@ A packed batch is a row of tokens [T, ...]. Sequences of similar length are batc
 the longest sequence L of the bucket. With a causal mask no real token attends to padding, so no mask tensor is needed.
 A position in a bucket is called a cell; index tensors map tokens to cells and back.
 
-A sequence may also attend to a prefix: keys before its first token; then the bucket has one mask. With context
+A sequence may also attend to a prefix: keys before its first token; then the bucket has one mask. So it has with a
+sliding window. With context
 parallelism of size cp, a sequence is cut into 2 * cp chunks, and rank r has chunks r and 2 * cp - 1 - r. Keys and
 values are gathered from all ranks; the cells of other ranks' queries are computed but not read.
 """
@@ -111,7 +112,20 @@ def to_cells(tokens: Tensor, index: CellIndex) -> Tensor:
     return cells
 
 
-def packed_attention(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float) -> Tensor:
+@dataclass(frozen=True)
+class Softmax:
+    """How scores become weights.
+
+    `scale`: factor of the scores; `window`: number of keys that a query attends to, itself the last; None: all;
+    `sinks` [h]: logits beside those of the keys, whose weight goes to no value; None: without sinks.
+    """
+
+    scale: float
+    window: int | None = None
+    sinks: Tensor | None = None
+
+
+def packed_attention(query: Tensor, key: Tensor, value: Tensor, packing: Packing, softmax: Softmax) -> Tensor:
     """Return causal attention [Tq, h, e] within each sequence: query [Tq, h, d], key [Tk, g, d], value [Tk, g, e]."""
     value_dim = value.size(-1)
     # torch's flash kernel for CPUs requires equal head sizes, so values are padded with zeros.
@@ -121,22 +135,39 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, packing: Packing
     sizes = [n * length for n, length, _ in packing.buckets]
     key_sizes = [n * (length + prefix) for n, length, prefix in packing.buckets]
     parts = zip(packing.buckets, q.split(sizes), k.split(key_sizes), v.split(key_sizes), strict=True)
-    out = torch.cat([_bucket_attention(*part, scale=scale) for part in parts])
+    out = torch.cat([_bucket_attention(*part, softmax=softmax) for part in parts])
     return out.index_select(0, packing.queries.cell_of_token)[..., :value_dim]
 
 
-def _bucket_attention(shape: tuple[int, int, int], q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def _bucket_attention(shape: tuple[int, int, int], q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
     n, length, prefix = shape
     q = q.unflatten(0, (n, length)).transpose(1, 2)
     k, v = (x.unflatten(0, (n, prefix + length)).transpose(1, 2) for x in (k, v))
-    mask = _causal_mask(length, prefix, q.dtype) if prefix else None
+    window = softmax.window if softmax.window and softmax.window < prefix + length else None
+    has_mask = bool(prefix or window or softmax.sinks is not None)
+    mask = _causal_mask(length, prefix, window, q.dtype) if has_mask else None
+    if softmax.sinks is not None:
+        return _attention_with_sinks(q, k, v, mask, softmax).transpose(1, 2).flatten(0, 1)
     out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.size(1) != k.size(1)
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=softmax.scale, enable_gqa=q.size(1) != k.size(1)
     )
     return out.transpose(1, 2).flatten(0, 1)
 
 
+def _attention_with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, softmax: Softmax) -> Tensor:
+    """Return attention [n, h, length, d]; the sinks are the logits of a further key without a value."""
+    assert mask is not None
+    assert softmax.sinks is not None
+    grouped = q.unflatten(1, (k.size(1), -1))  # [n, g, h / g, length, d]
+    scores = (grouped @ k.unsqueeze(2).mT * softmax.scale + mask).flatten(1, 2)
+    sinks = softmax.sinks.to(scores.dtype)[:, None, None].expand(len(scores), -1, scores.size(2), 1)
+    weights = torch.cat([scores, sinks], dim=-1).softmax(-1, dtype=torch.float32)[..., :-1].to(v.dtype)
+    return (weights.unflatten(1, (k.size(1), -1)) @ v.unsqueeze(2)).flatten(1, 2)
+
+
 @lru_cache(maxsize=64)
-def _causal_mask(length: int, prefix: int, dtype: torch.dtype) -> Tensor:
+def _causal_mask(length: int, prefix: int, window: int | None, dtype: torch.dtype) -> Tensor:
     """Return the mask [length, prefix + length]: 0 where a query attends to a key, else minus infinity."""
-    return torch.full((length, prefix + length), -torch.inf, dtype=dtype).triu(prefix + 1)
+    mask = torch.full((length, prefix + length), -torch.inf, dtype=dtype)
+    after = mask.triu(prefix + 1)
+    return after if window is None else after + mask.tril(prefix - window)

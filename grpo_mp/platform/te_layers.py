@@ -99,7 +99,8 @@ def grouped_matmul(x: Tensor, splits: Sequence[int], weights: Sequence[Tensor]) 
 class GroupedLinear(torch.nn.Module):
     """One linear layer per local expert, with parameters `weight0`, `weight1`, ...; the MoE layer communicates.
 
-    `partition_dim`: axis of the weights [out, in] that expert-tensor parallelism shards.
+    With biases `bias0`, `bias1`, ... `partition_dim`: axis of the weights [out, in] that expert-tensor parallelism
+    shards; Megatron refuses it with biases.
     """
 
     partition_dim: int
@@ -108,8 +109,7 @@ class GroupedLinear(torch.nn.Module):
         self, num_gemms: int, input_size: int, output_size: int, *, config: Any, pg_collection: Any, **kwargs: Any
     ) -> None:
         super().__init__()
-        if kwargs["bias"]:
-            raise NotImplementedError("expert layers on a CPU have no bias")
+        self.returns_bias = kwargs["skip_bias_add"]
         self.num_gemms, self.groups = num_gemms, pg_collection
         shape = [output_size, input_size]
         shape[self.partition_dim] //= get_pg_size(pg_collection.expt_tp)
@@ -118,25 +118,33 @@ class GroupedLinear(torch.nn.Module):
             _set_attributes(weight, allreduce=config.expert_model_parallel_size == 1)
             _set_attributes(weight, tensor_model_parallel=True, partition_dim=self.partition_dim, partition_stride=1)
             self.register_parameter(f"weight{i}", weight)
+            if kwargs["bias"]:
+                bias = torch.nn.Parameter(torch.zeros(shape[0], dtype=config.params_dtype))
+                _set_attributes(bias, allreduce=config.expert_model_parallel_size == 1)
+                self.register_parameter(f"bias{i}", bias)
         if not config.perform_initialization:
             return
         tracker = get_cuda_rng_tracker()
         name = get_expert_parallel_rng_tracker_name()
         with tracker.fork(name) if tracker.is_initialized() else contextlib.nullcontext():
-            for tensor in self._weights():
+            for tensor in self._of_experts("weight"):
                 kwargs["init_method"](tensor)
 
-    def forward(self, x: Tensor, splits: list[int]) -> tuple[Tensor, None]:
-        """Map x [tokens, in], sorted by expert, -> [tokens, out]; the second value, the bias, is None.
+    def forward(self, x: Tensor, splits: list[int]) -> tuple[Tensor, list[Tensor] | None]:
+        """Map x [tokens, in], sorted by expert, -> [tokens, out].
 
-        `splits`: tokens of each expert.
+        The second value is the list of biases, if they are not added; `splits`: tokens of each expert.
         """
         # An expert without tokens gets gradient 0 instead of None. Overlapped gradient reduction waits for every
         # parameter, so a missing gradient would hang the run.
-        return grouped_matmul(x, splits, self._weights()), None
+        weights, biases = self._of_experts("weight"), self._of_experts("bias")
+        if self.returns_bias or not biases:
+            return grouped_matmul(x, splits, weights), biases or None
+        groups = zip(x.split(list(splits)), weights, biases, strict=True)
+        return torch.cat([functional.linear(group, weight, bias) for group, weight, bias in groups]), None
 
-    def _weights(self) -> list[Tensor]:
-        return [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
+    def _of_experts(self, kind: str) -> list[Tensor]:
+        return [getattr(self, f"{kind}{i}") for i in range(self.num_gemms) if hasattr(self, f"{kind}{i}")]
 
 
 class ColumnParallelGroupedLinear(GroupedLinear):

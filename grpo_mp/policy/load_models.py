@@ -9,6 +9,7 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from grpo_mp.checkpoint.hf_reader import HfReader
+from grpo_mp.checkpoint.stacked_experts import stack_experts
 from grpo_mp.config.sections import LayoutConfig, TrainingConfig
 from grpo_mp.distributed.process_groups import single_rank_environment, start_parallel, stop_parallel
 from grpo_mp.models.families import TRANSFORMERS_NAMES, family_of
@@ -21,12 +22,15 @@ TIMEOUT_S = 600.0  # of the process group of one rank
 
 
 def transformers_model(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Load a Hugging Face folder in transformers; FP8 and INT4 weights are dequantized first."""
-    values = {key: value for key, value in HfConfig.read(folder).values.items() if key != QUANTIZATION_CONFIG}
+    """Load a Hugging Face folder in transformers; FP8, INT4 and MXFP4 weights are dequantized first."""
+    hf = HfConfig.read(folder)
+    values = {key: value for key, value in hf.values.items() if key != QUANTIZATION_CONFIG}
     model_type = values.pop("model_type")
     config = AutoConfig.for_model(TRANSFORMERS_NAMES.get(model_type, model_type), **values)
     with HfReader(folder, dequantize_to=torch.float32) as reader:
         state = {name: reader.read(name).float() for name in reader.names}
+    if family_of(hf).stacks_experts:
+        state = dict(stack_experts(state.items(), family_of(hf).config(hf)["num_moe_experts"]))
     model: nn.Module = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
         None, config=config, state_dict=state, dtype=dtype, experts_implementation="eager"
     )

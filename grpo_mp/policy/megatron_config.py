@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any, Literal, get_type_hints
 
 import torch
+from megatron.core.activations import quick_gelu
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -37,6 +38,7 @@ ARCHITECTURE = (
     *("normalization", "layernorm_epsilon", "activation_func", "gated_linear_unit", "add_bias_linear"),
     *("add_qkv_bias", "qk_layernorm", "rope_type", "rotary_base", "rotary_scaling_factor", "rotary_percent"),
     *("softmax_scale", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+    *("glu_linear_offset", "activation_func_clamp_value", "softmax_type", "window_size", "window_attn_skip_freq"),
 )
 ATTRIBUTES = ("position_embedding_type", "yarn_")  # GPTModel reads them from the config, which has no such fields
 LAYOUT = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
@@ -70,6 +72,8 @@ def transformer_config(layout: LayoutConfig, training: TrainingConfig, dtype: st
     family = family_of(hf).config(hf)
     config_class = MLATransformerConfig if family.get("multi_latent_attention") else TransformerConfig
     values = family | _numerics(DTYPES[dtype]) | RECOMPUTE[training.recompute] | _layout(layout)
+    if "glu_linear_offset" in family:
+        values["activation_func"] = quick_gelu
     values |= platform.megatron_fields(layout.virtual_pipeline is not None, family)
     values |= platform.fp8_fields(training.fp8_format)
     values |= overrides_for(training.megatron_args, config_class)

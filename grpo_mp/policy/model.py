@@ -145,6 +145,9 @@ def _build_chunk(
     if share_prompts:
         use_per_token_rotary(model)
     set_group_ranking(model, family.group_score_topk)
+    for name, sinks in model.named_parameters():
+        if name.endswith(".softmax_offset"):  # TransformerEngine makes it in float32
+            sinks.data = sinks.data.to(config.params_dtype)
     model.head = head
     on_meta = next(model.parameters()).is_meta
     return model.to(platform.device()) if torch.cuda.is_available() and not on_meta else model

@@ -16,7 +16,7 @@ from grpo_mp.utils.errors import UserError
 # megatron-core calls the layer inside mtp_model_layer from 0.19 on, and transformer_layer in older versions.
 MTP_LAYER = re.compile(r"^mtp\.layers\.(\d+)\.(?:transformer_layer\.|mtp_model_layer\.)?")
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-LOCAL_EXPERT = re.compile(r"(?<=\.weight)\d+$")
+LOCAL_EXPERT = re.compile(r"(?<=\.weight)\d+$|(?<=\.bias)\d+$")
 
 
 def local_tensors(

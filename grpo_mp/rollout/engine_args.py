@@ -66,6 +66,7 @@ CPU_DEFAULTS: dict[str, Any] = {
     "cuda_graph_backend_prefill": "disabled",
     "grammar_backend": "none",
     "max_running_requests": 128,
+    "disable_hybrid_swa_memory": True,  # torch_native reads the cache of sliding windows at the slots of the other
 }
 
 # The memory saver can free the memory of decode graphs, but rejects breakable graphs, SGLang's default for prefill.

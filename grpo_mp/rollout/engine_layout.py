@@ -28,6 +28,8 @@ REPLICATING_A2A_BACKENDS = ("deepep", "mooncake", "nixl", "mori", "ascend_fuseep
 
 CPU_EXPERT_PADDING = 32  # SGLang's DEFAULT_MOE_PADDING_SIZE
 PADDING_MOE_BACKENDS = ("flashinfer_trtllm", "flashinfer_trtllm_routed")
+SINK_BACKENDS = ("fa3", "fa4", "triton", "trtllm_mha")  # attention of SGLang with sinks, on NVIDIA's GPUs
+LOADED_MOE_BACKENDS = ("auto", "triton", "triton_kernel")  # into whose layouts rollout/stacked_experts.py loads weights
 BLACKWELL = 10.0  # lowest compute capability of Blackwell GPUs
 
 # Arguments that may place experts on other GPUs than by index, with the values that keep the order.
@@ -155,6 +157,9 @@ def engine_parallelism(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> Engi
             raise UserError(
                 f"engine.args.{name}: {size} does not divide {total}, the {meaning}: the nearest is {nearest}"
             )
+    moves_experts = any(args.get(name) not in (None, trivial) for name, trivial in EXPERT_LOCATION_ARGS.items())
+    if family_of(hf).stacks_experts:
+        _check_stacked(args, moves_experts, hf.model_type)
     shared = 1 if args.get("moe_a2a_backend") in REPLICATING_A2A_BACKENDS else gpus
     return EngineParallelism(
         gpus=gpus,
@@ -163,8 +168,26 @@ def engine_parallelism(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> Engi
         dense_tensor=read_argument(args, "moe_dense_tp_size", gpus),
         shared_tensor=shared,
         num_experts=num_experts,
-        moves_experts=any(args.get(name) not in (None, trivial) for name, trivial in EXPERT_LOCATION_ARGS.items()),
+        moves_experts=moves_experts,
     )
+
+
+def _check_stacked(args: Mapping[str, Any], moves_experts: bool, model_type: str) -> None:
+    backend = args.get("moe_runner_backend") or "auto"
+    if backend not in LOADED_MOE_BACKENDS:
+        raise UserError(
+            f"engine.args.moe_runner_backend={backend}: new weights of {model_type} are loaded only for "
+            f"{', '.join(LOADED_MOE_BACKENDS)}: set one of these"
+        )
+    for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+        if args.get(name) not in (None, *SINK_BACKENDS):
+            raise UserError(
+                f"engine.args.{name}={args[name]}: {model_type} has attention sinks, which SGLang computes with "
+                f"{', '.join(SINK_BACKENDS)}: set one of these, or leave it out"
+            )
+    if moves_experts:
+        names = ", ".join(name for name in EXPERT_LOCATION_ARGS if args.get(name))
+        raise UserError(f"engine.args.{names}: experts of {model_type} stay where they are: leave it out")
 
 
 def check_fp8_blocks(parallelism: EngineParallelism, hf: HfConfig) -> None:
@@ -214,6 +237,8 @@ def engine_uses_fp8(args: Mapping[str, Any], hf: HfConfig, cpu: bool) -> bool:
         )
     if quantization and cpu:
         raise UserError("engine.args.quantization=fp8: engines compute in FP8 on GPUs only: leave it out")
+    if quantization and family_of(hf).stacks_experts:
+        raise UserError(f"engine.args.quantization=fp8: SGLang loads no {hf.model_type} in blockwise FP8: leave it out")
     return not cpu and (quantization == "fp8" or is_fp8_checkpoint(hf))
 
 
@@ -228,7 +253,7 @@ def precision_arguments(args: Mapping[str, Any], hf: HfConfig, cpu: bool) -> dic
     With these arguments an engine cannot read the folder's weights.
     """
     fp8 = engine_uses_fp8(args, hf, cpu)
-    if fp8 == is_fp8_checkpoint(hf) == bool(hf.quantization):
+    if hf.quantization.get("quant_method") == ("fp8" if fp8 else None):
         return {}
     precision = {QUANTIZATION_CONFIG: fp8_config(hf) if fp8 else None}
     of_text = {"text_config": precision} if hf.is_text_part else {}

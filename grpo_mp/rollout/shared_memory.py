@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_mp.rollout.stacked_experts import load_experts
+
 LOADER = f"{__name__}.load_weights"  # function that SGLang imports as `custom_weight_loader` and `load_format`
 
 ALIGNMENT = 64  # of each tensor's offset [bytes], so that it can be viewed as any dtype
@@ -170,7 +172,7 @@ def load_weights(model: Any, named_tensors: NamedTensors) -> None:
     ((_, description),) = named_tensors
     opened: list[Tensor] = []  # keeps the memory mapped until the copies are done
     reset_cache_scales(model)
-    model.load_weights(open_exports(description, opened))
+    model.load_weights(load_experts(model, open_exports(description, opened)))
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()  # the trainer may free the memory after SGLang's reply
 

@@ -99,8 +99,8 @@ def read_model(
     model: ModelConfig, layout: LayoutConfig, training: TrainingConfig, trainers: int
 ) -> tuple[HfConfig, PreTrainedTokenizerBase]:
     """Read config and tokenizer of the policy; check it against the layout of `trainers` ranks, if any train."""
-    check_attention(model.dtype, layout.context)
     hf = model.read_config()
+    check_attention(hf, model.dtype, layout.context)
     if trainers > 0:
         check_policy(hf, model, layout=layout, training=training, world_size=trainers)
     return hf, read_tokenizer(model.path, hf, model.trust_remote_code)
@@ -113,9 +113,16 @@ def check_place(run: RunConfig, monitor: MonitorConfig, resolved: str) -> None:
     use_template_date(run.folder)
 
 
-def check_attention(dtype: str, context: int) -> None:
-    """Check that the device can compute the dtype with context parallelism."""
-    if platform.on_cuda() and dtype == "float32" and context > 1:
+def check_attention(hf: HfConfig, dtype: str, context: int) -> None:
+    """Check that the device can compute the model's attention with context parallelism."""
+    if not platform.on_cuda() or context == 1:
+        return
+    if family_of(hf).config(hf).get("softmax_type", "vanilla") != "vanilla":
+        raise UserError(
+            f"layout.context={context}: TransformerEngine does not pass keys around a ring of GPUs (p2p) for the sinks "
+            f"and sliding windows of {hf.model_type}: set layout.context=1"
+        )
+    if dtype == "float32":
         raise UserError(
             f"layout.context={context}: no attention kernel divides float32 sequences on a GPU: set "
             "model.dtype=bfloat16 or layout.context=1"

@@ -23,6 +23,7 @@ from grpo_mp.checkpoint.run_state import (
     prune_checkpoints,
     write_manifest,
 )
+from grpo_mp.checkpoint.stacked_experts import stack_experts
 from grpo_mp.config.sections import RunConfig
 from grpo_mp.distributed.process_groups import all_gather, make_groups
 from grpo_mp.models.families import family_of
@@ -195,25 +196,27 @@ def export_policy(policy: Policy, folder: Path, like: Path, bucket_bytes: int | 
     """
     parallel, group = policy.parallel, policy.parallel.cpu_group
     wire = WireFormat(policy.base_params, policy.tp_sizes(), policy.config.params_dtype, fp8)
-    writers, ranks_per_node = export_writers(wire, parallel.world_size), parallel.job.ranks_per_node
+    stacks = family_of(policy.hf).stacks_experts
+    writers = export_writers(wire, parallel.world_size, stacks)
     rounds = plan_rounds(
         wire,
         policy.weight_shards(),
         readers=writers,
         bucket_bytes=bucket_bytes,
         group=group,
-        ranks_per_node=ranks_per_node,
+        ranks_per_node=parallel.job.ranks_per_node,
     )
     resharder = Resharder(rounds, wire, policy.weights)
     tensors: Iterable[tuple[str, Tensor]] = (
         (name, tensor.to("cpu", copy=True)) for name, tensor in chain.from_iterable(resharder.stages(rounds))
     )
+    written = stack_experts(tensors, policy.config.num_moe_experts) if stacks else tensors
     others = read_non_policy_tensors(like, policy.hf, fp8=fp8, rank=parallel.rank, size=parallel.world_size)
     copies = _copied_names(like, policy.hf)
 
     def write() -> list[str]:
         try:
-            return write_shards(folder, chain(_with_copies(tensors, copies), others), parallel.rank)
+            return write_shards(folder, chain(_with_copies(written, copies), others), parallel.rank)
         finally:
             deque(tensors, maxlen=0)  # a rank that cannot write still takes part in all rounds
 
@@ -260,12 +263,18 @@ def _with_copies(tensors: Iterable[tuple[str, Tensor]], copies: Mapping[str, str
             yield copies[name], tensor.clone()  # safetensors refuses tensors that share memory
 
 
-def export_writers(wire: WireFormat, world_size: int) -> Readers:
-    """Return a function from parameter group to the rank that writes it, with about equal bytes on all ranks."""
+def export_writers(wire: WireFormat, world_size: int, stacks_experts: bool = False) -> Readers:
+    """Return a function from parameter group to the rank that writes it, with about equal bytes on all ranks.
+
+    `stacks_experts`: a rank writes all experts of a layer.
+    """
     written = [0] * world_size
     writers: dict[ParamGroup, dict[Slice, tuple[int, ...]]] = {}
+    of_layer: dict[int | None, int] = {}
     for group in group_params(wire.params):
         rank = written.index(min(written))
+        if stacks_experts and group.expert is not None:
+            rank = of_layer.setdefault(wire.params[group.names[0]].layer, rank)
         written[rank] += sum(wire.sizes.staged(Piece(name)) for name in group.names)
         writers[group] = {WHOLE: (rank,)}
     return writers.__getitem__

@@ -26,9 +26,11 @@ from grpo_mp.config.sections import LayoutConfig, ModelConfig, TrainingConfig
 from grpo_mp.distributed.layout import check_layout, model_shape
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.planner.model_configs import named_config
 from grpo_mp.policy.gated_delta_net import check_gated_delta_nets
 from grpo_mp.policy.policy import check_policy
 from grpo_mp.rollout.engine_layout import engine_parallelism
+from grpo_mp.trainer.preflight import check_attention
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.section import nested_sections
 from tests.conftest import TinyRun
@@ -252,6 +254,23 @@ def test_machines_that_cannot_compute_linear_attention(hybrid: Path, monkeypatch
         divide()
     monkeypatch.setattr(gated_delta_net, "HAVE_FLA", False)
     assert "linear attention needs fla-core" in refused(lambda: start_training(hybrid))
+
+
+def test_what_computes_no_sinks_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a sequence that is divided, nor engines whose kernels keep experts in a layout that no sync can load."""
+    hf = named_config("gpt-oss-20b")
+    check_attention(hf, "bfloat16", 2)  # here
+    monkeypatch.setattr(platform, "on_cuda", lambda: True)
+    check_attention(hf, "bfloat16", 1)
+    sentence = refused(lambda: check_attention(hf, "bfloat16", 2))
+    assert "layout.context=2: TransformerEngine does not pass keys around a ring of GPUs" in sentence
+    engine_parallelism(4, {"ep_size": 2, "moe_runner_backend": "triton"}, hf)
+    backend = refused(lambda: engine_parallelism(4, {"moe_runner_backend": "flashinfer_trtllm"}, hf))
+    assert "engine.args.moe_runner_backend=flashinfer_trtllm: new weights of gpt_oss are loaded only for" in backend
+    sinks = refused(lambda: engine_parallelism(4, {"attention_backend": "flashinfer"}, hf))
+    assert "engine.args.attention_backend=flashinfer: gpt_oss has attention sinks, which SGLang computes with" in sinks
+    moved = refused(lambda: engine_parallelism(4, {"enable_eplb": True}, hf))
+    assert "engine.args.enable_eplb: experts of gpt_oss stay where they are" in moved
 
 
 # -- commands --------------------------------------------------------------------------------

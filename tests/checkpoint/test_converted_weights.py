@@ -21,6 +21,7 @@ CASES: list[tuple[str, dict[str, object], str]] = [
     ("deepseek_v3", {}, "bfloat16"),
     ("qwen3_5_text", {}, "float32"),
     ("qwen3_next", {}, "bfloat16"),
+    ("gpt_oss", {}, "bfloat16"),
 ]
 PART_BYTES = 100_000
 SMALL = {"num_hidden_layers": 2, "hidden_size": 64}

@@ -27,6 +27,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": LATENT,
     "hy_v3": GROUPED | {"num_hidden_layers": 3},
     "glm4_moe": GROUPED | {"num_hidden_layers": 3, "n_shared_experts": 2},
+    "gpt_oss": GROUPED | {"num_local_experts": 4},
 }
 WIDTHS = {"hidden_size": 8, "intermediate_size": 16, "moe_intermediate_size": 12, "vocab_size": 10}
 MakeHf = Callable[..., HfConfig]

@@ -150,7 +150,8 @@ class MtpLayer(torch.nn.Module):
 
     def gradient(self) -> dict[str, Tensor]:
         """The gradients of its parameters by the names of the files."""
-        block = _file_tensors((name, p.grad) for name, p in self.block.named_parameters() if p.grad is not None)
+        gradients = ((name, p.grad) for name, p in self.block.named_parameters() if p.grad is not None)
+        block = _file_tensors(gradients, in_turn=False)
         own = {stored: self.own[name.replace(".", "_")].grad for name, stored in self.names.items()}
         return {self.block_prefix + name: gradient for name, gradient in block} | own
 
@@ -220,22 +221,27 @@ def _value_loss(values: Tensor, sample: Sample) -> Tensor:
 
 def file_gradients(model: PreTrainedModel) -> dict[str, Tensor]:
     """The gradients of a model by the names of the files."""
-    own = _file_tensors((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
+    gradients = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
+    own = _file_tensors(gradients, in_turn=model.config.model_type == "gpt_oss")
     names = {"mixtral": MIXTRAL, "hy_v3": HY3}
     return {_renamed(name, names.get(model.config.model_type, {})): gradient for name, gradient in own}
 
 
-def _file_tensors(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The names of the module -> those of the files, where experts stand one by one."""
+def _file_tensors(named: Iterable[tuple[str, Tensor]], in_turn: bool) -> Iterator[tuple[str, Tensor]]:
+    """The names of the module -> those of the mapping, where experts stand one by one."""
     for name, tensor in named:
         layer, experts, kind = name.rpartition(".experts.")
         if not experts:
             yield name, tensor
             continue
-        parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+        parts = ("gate_proj", "up_proj") if kind.startswith("gate_up_proj") else ("down_proj",)
+        suffix = "bias" if kind.endswith("_bias") else "weight"
         for expert, values in enumerate(tensor):
-            for part, piece in zip(parts, values.chunk(len(parts)), strict=True):
-                yield f"{layer}.experts.{expert}.{part}.weight", piece
+            rows = values.chunk(len(parts))
+            if in_turn:  # columns of gate and up in turn; t() leaves a bias as it is
+                rows = tuple(values.t()[turn :: len(parts)] for turn in range(len(parts)))
+            for part, piece in zip(parts, rows, strict=True):
+                yield f"{layer}.experts.{expert}.{part}.{suffix}", piece
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:

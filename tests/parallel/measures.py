@@ -28,6 +28,7 @@ from grpo_mp.config import Settings
 from grpo_mp.distributed.coordinates import shard_holders
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.distributed.process_groups import Parallel, all_gather, sum_over_context
+from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import SCALE, quantize
 from grpo_mp.models.mapping import Param
 from grpo_mp.planner.parameter_count import layers_of_stages, with_mtp_layer
@@ -114,7 +115,7 @@ def export(bench: Bench) -> Result:
 def _exported_folders(bench: Bench) -> list[str]:
     """Names of tensors that folders written by all ranks hold otherwise than the model's; the first rank's answer."""
     wrong = []
-    for fp8 in (False, True):
+    for fp8 in (False, True) if not family_of(bench.policy.hf).stacks_experts else (False,):
         folder = bench.checkpoints / f"{bench.case.name}_export_{fp8}"
         bucket = _least_bucket(WireFormat(bench.policy.params, bench.policy.tp_sizes(), torch.float32, fp8))
         export_policy(bench.policy, folder, bench.settings.model.path, bucket, fp8)

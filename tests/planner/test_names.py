@@ -37,6 +37,8 @@ PARAMETERS = {
     "DeepSeek-V2-Chat": 235_741_434_880,
     "Qwen3-Next-80B-A3B-Instruct": 79_674_391_296,
     "DeepSeek-V3.1": 671_026_404_352,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
 }
 # Published with a factor of its rotary embedding that only engines read.
 REFUSED = ("DeepSeek-R1-0528-Qwen3-8B",)

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from grpo_mp.platform import engine_attention
-from grpo_mp.platform.engine_attention import paged_attention
+from grpo_mp.platform.engine_attention import Softmax, paged_attention
 
 SLOTS = 400
 
@@ -16,16 +16,22 @@ def attention_per_sequence(
     slots: torch.Tensor,
     lengths: list[int],
     new_tokens: list[int],
-    scale: float,
+    softmax: Softmax,
 ) -> torch.Tensor:
-    """Return torch's attention in float64, one sequence at a time."""
+    """Return torch's attention in float64, one sequence at a time; a sink is one more key, of value 0."""
     keys, values = cache
     outputs = []
     for new_query, row, length, new in zip(query.split(new_tokens), slots, lengths, new_tokens, strict=True):
         k, v = keys[row[:length]].double(), values[row[:length]].double()
-        mask = torch.ones(length, length, dtype=torch.bool).tril()[length - new :]
+        mask = torch.ones(length, length, dtype=torch.bool).tril()
+        if softmax.before is not None:
+            mask = mask.triu(-softmax.before)
         q, k, v = (tensor.transpose(0, 1)[None] for tensor in (new_query.double(), k, v))
-        output = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+        bias = torch.zeros(q.shape[1], new, length + 1, dtype=torch.float64)
+        bias[..., :-1].masked_fill_(~mask[length - new :], -torch.inf)
+        bias[..., -1] = -torch.inf if softmax.sinks is None else softmax.sinks.double()[:, None]
+        k, v = (pad(tensor, (0, 0, 0, 1)) for tensor in (k, v))
+        output = scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=softmax.scale, enable_gqa=True)
         outputs.append(output[0].transpose(0, 1))
     return torch.cat(outputs).to(query.dtype)
 
@@ -42,6 +48,7 @@ def attention_per_sequence(
 )
 @pytest.mark.parametrize("limit", [1, 300])
 @pytest.mark.parametrize("latent", [False, True])
+@pytest.mark.parametrize(("before", "has_sinks"), [(None, False), (3, True)])
 def test_equals_attention_per_sequence(
     monkeypatch: pytest.MonkeyPatch,
     heads: int,
@@ -52,6 +59,8 @@ def test_equals_attention_per_sequence(
     new_tokens: list[int],
     limit: int,
     latent: bool,
+    before: int | None,
+    has_sinks: bool,
 ) -> None:
     monkeypatch.setattr(engine_attention, "MAX_SCORES", limit)
     torch.manual_seed(0)
@@ -60,7 +69,8 @@ def test_equals_attention_per_sequence(
     if latent:
         values = keys[..., :value_size]
     slots = torch.stack([torch.randperm(SLOTS)[:64] for _ in lengths])
-    arguments = (query, (keys, values), slots, lengths, new_tokens, 0.3)
+    softmax = Softmax(0.3, before, torch.randn(heads) if has_sinks else None)
+    arguments = (query, (keys, values), slots, lengths, new_tokens, softmax)
     torch.testing.assert_close(paged_attention(*arguments), attention_per_sequence(*arguments), atol=2e-6, rtol=1e-5)
 
 
@@ -69,7 +79,7 @@ def test_bfloat16_cache() -> None:
     query = torch.randn(3, 4, 8, dtype=torch.bfloat16)
     keys, values = (torch.randn(SLOTS, 2, 8, dtype=torch.bfloat16) for _ in range(2))
     slots = torch.stack([torch.randperm(SLOTS)[:64] for _ in range(3)])
-    arguments = (query, (keys, values), slots, [64, 3, 20], [1, 1, 1], 0.3)
+    arguments = (query, (keys, values), slots, [64, 3, 20], [1, 1, 1], Softmax(0.3))
     output = paged_attention(*arguments)
     assert output.dtype is torch.bfloat16
     torch.testing.assert_close(output, attention_per_sequence(*arguments), atol=2e-2, rtol=2e-2)

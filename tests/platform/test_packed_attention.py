@@ -13,19 +13,31 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from grpo_mp.platform.attention import Attention
-from grpo_mp.platform.packed_attention import bucket_by_length, packed_attention, plan_packing, zigzag_positions
+from grpo_mp.platform.packed_attention import (
+    Softmax,
+    bucket_by_length,
+    packed_attention,
+    plan_packing,
+    zigzag_positions,
+)
 
 LENGTHS = (5, 1, 17, 16, 0, 9, 40)
 SCALE = 0.3
 
 
-def one_sequence(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def one_sequence(
+    query: Tensor, key: Tensor, value: Tensor, window: int | None = None, sinks: Tensor | None = None
+) -> Tensor:
     """Return causal softmax attention of one sequence [T, heads, dim], independent of the code under test."""
     repeat = query.size(1) // key.size(1)
     key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
     scores = torch.einsum("qhd,khd->hqk", query, key) * SCALE
-    scores = scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(1), -torch.inf)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
+    position = torch.arange(len(key))
+    distance = position[len(key) - len(query) :, None] - position
+    hidden = (distance < 0) | (distance >= (window or len(key)))
+    weights = scores.masked_fill(hidden, -torch.inf).exp()
+    total = weights.sum(-1, keepdim=True) + (0 if sinks is None else sinks.exp()[:, None, None])
+    return torch.einsum("hqk,khd->qhd", weights / total, value)
 
 
 def per_sequence(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> Tensor:
@@ -54,10 +66,36 @@ def test_output_and_gradients(heads, dims, dtype, tolerance):
     weight = torch.randn(sum(LENGTHS), heads[0], dims[1]).to(dtype)
     expected = with_gradients(lambda *qkv: per_sequence(*qkv, LENGTHS), [t.double() for t in inputs], weight)
     packing = plan_packing(LENGTHS)
-    actual = with_gradients(lambda *qkv: packed_attention(*qkv, packing, SCALE), inputs, weight)
+    actual = with_gradients(lambda *qkv: packed_attention(*qkv, packing, Softmax(SCALE)), inputs, weight)
     for tensor, reference in zip(actual, expected, strict=True):
         assert tensor.dtype is dtype
         assert (tensor.double() - reference).abs().max() <= tolerance * reference.abs().max()
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 6])
+def test_windows_and_sinks_with_prefixes(window, has_sinks):
+    """Output and gradients, those of the sinks, too; windows that end in a prefix, at its end or behind it."""
+    lengths, prefixes = (5, 1, 17, 16, 3), (0, 4, 0, 4, 12)
+    key_lengths = tuple(n + prefix for n, prefix in zip(lengths, prefixes, strict=True))
+    key, value = random_qkv(sum(key_lengths), (4, 2), (8, 8))[1:]
+    query, weight = random_qkv(sum(lengths), (4, 4), (8, 8))[:2]
+    sinks = torch.linspace(-1.0, 2.0, 4, dtype=torch.float64)
+
+    def expected(query, key, value, sinks):
+        parts = zip(query.split(lengths), key.split(key_lengths), value.split(key_lengths), strict=True)
+        return (
+            torch.cat([one_sequence(*part, window, sinks if has_sinks else None) for part in parts]) + 0 * sinks.sum()
+        )
+
+    def actual(query, key, value, sinks):
+        softmax = Softmax(SCALE, window, sinks if has_sinks else None)
+        return packed_attention(query, key, value, plan_packing(lengths, prefixes=prefixes), softmax) + 0 * sinks.sum()
+
+    inputs = [query, key, value, sinks]
+    references = with_gradients(expected, inputs, weight)
+    for tensor, reference in zip(with_gradients(actual, [t.float() for t in inputs], weight), references, strict=True):
+        assert (tensor.double() - reference).abs().max() <= 2e-6 * max(1.0, reference.abs().max())
 
 
 @pytest.mark.parametrize("cp", [2, 4])
@@ -78,7 +116,9 @@ def test_context_parallel_ranks_sum_to_the_unsplit_result(cp):
         packing = plan_packing(lengths, cp, rank)
         inputs = [query[local[rank]], key[gathered], value[gathered]]
         results = with_gradients(
-            lambda *qkv, p=packing: packed_attention(*qkv, p, SCALE), [t.float() for t in inputs], weight[local[rank]]
+            lambda *qkv, p=packing: packed_attention(*qkv, p, Softmax(SCALE)),
+            [t.float() for t in inputs],
+            weight[local[rank]],
         )
         rows = (local[rank], local[rank], gathered, gathered)
         for total, tensor, tensor_rows in zip(sums, results, rows, strict=True):
@@ -97,7 +137,8 @@ def test_buckets_hold_each_sequence_once_with_little_padding(lengths):
 
 def attention(**changes) -> Attention:
     fields = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "attention_dropout": 0.0} | changes
-    return Attention(TransformerConfig(**fields), attn_mask_type=AttnMaskType.causal, attention_type="self")
+    config = TransformerConfig(**fields)
+    return Attention(config, attn_mask_type=AttnMaskType.causal, attention_type="self", layer_number=1)
 
 
 def test_batch_equals_each_row():

@@ -28,15 +28,31 @@ COMMON = {
 }
 
 
-def grouped_linear(experts: int) -> ColumnParallelGroupedLinear:
+def grouped_linear(experts: int, bias: bool = False, skip_bias_add: bool = False) -> ColumnParallelGroupedLinear:
     config = TransformerConfig(**COMMON, perform_initialization=False)
     groups = SimpleNamespace(ep=None, expt_tp=None, expt_dp=None)
+    biases = {"bias": bias, "skip_bias_add": skip_bias_add}
     layer = ColumnParallelGroupedLinear(
-        experts, 6, 4, config=config, init_method=torch.nn.init.normal_, bias=False, pg_collection=groups
+        experts, 6, 4, config=config, init_method=torch.nn.init.normal_, pg_collection=groups, **biases
     )
     for weight in layer.parameters():
         torch.nn.init.normal_(weight)
     return layer
+
+
+@pytest.mark.parametrize("splits", [[3, 0, 5, 1], [0, 0, 9, 0], [0, 0, 0, 0]])
+def test_biases_of_experts_are_added_or_returned(splits):
+    layer, x = grouped_linear(4, bias=True), torch.randn(sum(splits), 6)
+    kept = grouped_linear(4, bias=True, skip_bias_add=True)
+    kept.load_state_dict(layer.state_dict())
+    (out, none), (plain, biases) = layer(x, splits), kept(x, splits)
+    assert none is None
+    assert biases == [kept.bias0, kept.bias1, kept.bias2, kept.bias3]
+    expert = torch.repeat_interleave(torch.tensor(splits))
+    torch.testing.assert_close(out, plain + torch.stack(biases)[expert])
+    out.sum().backward()
+    for i, count in enumerate(splits):
+        torch.testing.assert_close(getattr(layer, f"bias{i}").grad, torch.full((4,), float(count)))
 
 
 @pytest.mark.parametrize("splits", [[3, 0, 5, 1], [0, 0, 9, 0], [0, 0, 0, 0]])

@@ -1,5 +1,6 @@
 """Load a converted checkpoint, and save weights, by Megatron itself."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -54,18 +55,19 @@ def _sharded_state_dict(
     singleton = metadata.get("singleton_local_shards", False)
     experts = get_pg_size(self.groups.ep) * self.num_gemms
     state: dict[str, Any] = {}
-    for i, weight in enumerate(self._weights()):
-        key, expert = f"{i}.weight", get_pg_rank(self.groups.ep) * self.num_gemms + i
+    kinds = ("weight", "bias") if hasattr(self, "bias0") else ("weight",)
+    for i, kind in product(range(self.num_gemms), kinds):
+        key, expert = f"{i}.{kind}", get_pg_rank(self.groups.ep) * self.num_gemms + i
         entry = make_sharded_tensors_for_checkpoint(
-            {key: weight},
+            {key: getattr(self, f"{kind}{i}")},
             "",
-            {key: self.partition_dim},
+            {key: self.partition_dim} if kind == "weight" or self.partition_dim == 0 else {},
             sharded_offsets if singleton else (*sharded_offsets, (len(sharded_offsets), expert, experts)),
             tp_group=self.groups.expt_tp,
             dp_cp_group=metadata["dp_cp_group"],
         )
         replace_prefix_for_sharding(entry, f"{i}.", f"{expert}.{prefix}" if singleton else prefix)
-        tensor = state[f"{prefix}weight{i}"] = entry[key]
+        tensor = state[f"{prefix}{kind}{i}"] = entry[key]
         tensor.replica_id = (*tensor.replica_id[:2], get_pg_rank(self.groups.expt_dp))
     return state
 

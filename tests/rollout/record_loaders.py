@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from grpo_mp.rollout.stacked_experts import load_experts
 from tests.rollout.start_on_meta import build_model, cuda_on_meta, run_cases, set_groups
 
 Copied = dict[str, list[int]]  # elements, first and last
@@ -79,7 +80,7 @@ def record(case: dict[str, Any]) -> "Copied":
         for name, (dtype, *sizes) in case["tensors"].items()
     )
     with cuda_on_meta():
-        model.load_weights(weights)
+        model.load_weights(load_experts(model, weights))
     return copied
 
 

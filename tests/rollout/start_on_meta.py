@@ -82,6 +82,7 @@ MODELS = (
     "qwen3_5_mtp",
     "llama",
     "mixtral",
+    "gpt_oss",
 )
 ARGUMENTS = (
     *("load_format", "sleep_on_idle", "enable_memory_saver", "max_running_requests"),

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_mp.checkpoint.hf_reader import HfReader
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.server import EngineProcess
+from grpo_mp.rollout.shared_memory import LOADER, export_to_host, specs_of
+from grpo_mp.weight_sync.transport import serialize
 from tests.engines import started_engine
 from tests.rollout.conftest import REQUEST_TIMEOUT_S, START_TIMEOUT_S, Logprobs
 from tools.tiny.models import make_tiny, make_tokenizer
@@ -30,6 +33,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe_lite": ("glm4_moe_lite", {}),
     "qwen3_next": ("qwen3_next", {}),
     "qwen3_5": ("qwen3_5_text", {}),
+    "gpt_oss": ("gpt_oss", {}),
 }
 
 
@@ -39,16 +43,21 @@ def test_scores_are_those_of_transformers(
 ) -> None:
     family, shape = FAMILIES[name]
     bound = BOUND * ROUNDING.get(name, 1.0)
-    folder = tmp_path / "model"
-    make_tiny(folder, family, make_tokenizer(["apples"]), num_hidden_layers=2, initializer_range=0.1, **shape)
+    folder, other = tmp_path / "model", tmp_path / "other"
+    for seed, path in enumerate((folder, other)):
+        make_tiny(path, family, make_tokenizer(["apples"]), seed, num_hidden_layers=2, initializer_range=0.1, **shape)
     with started_engine(make_spec(model=folder), tmp_path / "engine.log") as process:
         process.wait_ready(START_TIMEOUT_S)
         (scores,), generated = asyncio.run(score_and_generate(process))
+        resent = asyncio.run(score_with_other_weights(process, other)) if family == "gpt_oss" else None
     assert "Ignore import error" not in (tmp_path / "engine.log").read_text()  # of a model that this one is not
 
-    def reference(tokens: list[int]) -> torch.Tensor:
-        return expected_logprobs(folder, tokens)[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+    def reference(tokens: list[int], model: Path = folder) -> torch.Tensor:
+        return expected_logprobs(model, tokens)[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
 
+    if resent:
+        assert (torch.tensor(resent) - reference(TOKENS, other)).abs().max() <= bound
+        assert (reference(TOKENS, other) - reference(TOKENS)).abs().max() > 0.1
     assert (torch.tensor(scores) - reference(TOKENS)).abs().max() <= bound
     for sample in generated:  # step by step, over the cache
         expected = reference([*TOKENS, *sample.tokens])[len(TOKENS) - 1 :]
@@ -59,6 +68,20 @@ async def score_and_generate(process: EngineProcess) -> tuple[list[list[float]],
     async with aclosing(EngineClient(process.spec.index, process.url, process.headers, REQUEST_TIMEOUT_S)) as client:
         generated = client.generate(TOKENS, SamplingParams(GENERATED_TOKENS, ignore_eos=True), 3)
         return await client.score([TOKENS]), await generated
+
+
+async def score_with_other_weights(process: EngineProcess, folder: Path) -> list[float]:
+    """Send all weights of a folder as a weight sync does: experts, which SGLang's loader takes stacked, one by one."""
+    with HfReader(folder) as reader:
+        weights = [(name, reader.read(name).contiguous()) for name in sorted(reader.names)]
+    async with aclosing(EngineClient(process.spec.index, process.url, process.headers, REQUEST_TIMEOUT_S)) as client:
+        await client.begin_weight_update()
+        specs = specs_of(weights)
+        with export_to_host(weights, specs) as export:
+            await client.update_weights_from_tensor([serialize([export])], load_format=LOADER)
+        await client.end_weight_update(1)
+        (scores,) = await client.score([TOKENS])
+        return scores
 
 
 def test_an_engine_over_two_nodes(

@@ -134,6 +134,24 @@ MLA = {
         "mscale_all_dim": 1.0,
     },
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 256,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
+GPT_OSS = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 64,
+    "attention_bias": True,
+    "sliding_window": 8,  # tokens: shorter than the samples of tests
+    "swiglu_limit": 0.5,  # low enough for tiny activations to reach it
+    "rope_scaling": YARN,
+}
 DEEPSEEK_V3 = BASE | MOE | MLA | SHARED_EXPERTS | {"n_group": 4, "topk_group": 2}
 TINY_CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": BASE | GROUPED_QUERY,
@@ -154,6 +172,7 @@ TINY_CONFIGS: dict[str, dict[str, Any]] = {
     | {"num_experts": 8, "num_shared_experts": 1, "router_scaling_factor": 2.5, "first_k_dense_replace": 1}
     | {"qk_norm": True, "route_norm": True},
     "glm4_moe": BASE | GROUPED_QUERY | MOE | SHARED_EXPERTS | NO_GROUPS | {"use_qk_norm": True, "attention_bias": True},
+    "gpt_oss": BASE | GROUPED_QUERY | GPT_OSS,
 }
 # Keys of published config.json files that engines read and that transformers drops or renames.
 SIGMOID_ROUTING_KEYS = {
@@ -236,7 +255,7 @@ def _randomize_norms_and_biases(model: torch.nn.Module) -> None:
     for name, tensor in model.named_parameters():
         if "norm" in name:
             tensor.uniform_(0.8, 1.2)
-        elif name.endswith((".bias", ".dt_bias")):
+        elif name.endswith((".bias", ".dt_bias", "_proj_bias", ".sinks")):
             tensor.uniform_(-0.3, 0.3)
         elif name.endswith(".A_log"):
             # Slow decay: with that of a new model the state of a gated delta net forgets a token within a few others.
