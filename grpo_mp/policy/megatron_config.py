@@ -195,6 +195,8 @@ def check_overrides(megatron_args: Mapping[str, Any]) -> None:
     for name, value in megatron_args.items():
         if name in RESERVED:
             raise UserError(f"training.megatron_args.{name} cannot be set: {RESERVED[name]}")
+        if (name, value) == ("moe_token_dispatcher_type", "flex"):
+            raise UserError(f"training.megatron_args.{name}=flex: Megatron cannot import the locked DeepEP: set alltoall")
         if name not in types:
             raise UserError(f"training.megatron_args.{name}: no field of Megatron's configs{did_you_mean(name, types)}")
         try:

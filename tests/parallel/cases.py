@@ -100,7 +100,7 @@ COMPUTED_IN = {  # model -> layouts
     "llama": DENSE_FAMILY,
     "qwen2": DENSE_FAMILY,
     "yarn": (*DENSE_FAMILY, "cp2"),
-    "linear": ("one",),
+    "linear": DENSE_FAMILY,
     "mixtral": SPARSE_FAMILY,
     "deepseek_v2": SPARSE_FAMILY,
     "deepseek_v2_lite": SPARSE_FAMILY,

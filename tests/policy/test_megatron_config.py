@@ -26,6 +26,7 @@ from grpo_mp.utils.errors import UserError
         ("moe_pad_expert_input_to_capacity", "yes", "'yes': give a valid boolean"),
         ("recompute_num_layers", True, "True: give a valid integer"),
         ("moe_token_dispatcher_type", "flux", "'flux': give 'allgather', 'alltoall' or 'flex'"),
+        ("moe_token_dispatcher_type", "flex", "flex: Megatron cannot import the locked DeepEP: set alltoall"),
         ("exp_avg_dtype", "fp8", "'fp8': give 'float32' or 'bfloat16'"),
         ("attention_backend", "flush", "'flush': give 'flash', 'fused', "),
     ],
