@@ -196,7 +196,8 @@ def check_overrides(megatron_args: Mapping[str, Any]) -> None:
         if name in RESERVED:
             raise UserError(f"training.megatron_args.{name} cannot be set: {RESERVED[name]}")
         if (name, value) == ("moe_token_dispatcher_type", "flex"):
-            raise UserError(f"training.megatron_args.{name}=flex: Megatron cannot import the locked DeepEP: set alltoall")
+            sentence = "Megatron cannot import the locked DeepEP: set alltoall"
+            raise UserError(f"training.megatron_args.{name}=flex: {sentence}")
         if name not in types:
             raise UserError(f"training.megatron_args.{name}: no field of Megatron's configs{did_you_mean(name, types)}")
         try:

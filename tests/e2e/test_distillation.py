@@ -48,7 +48,8 @@ def check_topk(rows: list[dict], tables: list[torch.Tensor], line: dict) -> None
         torch.testing.assert_close(logprobs, table.topk(TOPK, 1).values, atol=1e-3, rtol=0)
         torch.testing.assert_close(logprobs, table.gather(1, ids.long()), atol=1e-3, rtol=0)
         mass.append(logprobs.exp().sum(1))
-    assert line["distill/teacher_mass"] == pytest.approx(float(torch.cat(mass).mean()), abs=2e-2)  # a mean of updates of unequal sizes
+    # A mean of updates of unequal sizes.
+    assert line["distill/teacher_mass"] == pytest.approx(float(torch.cat(mass).mean()), abs=2e-2)
     assert 0 < line["distill/student_mass"] < 1
     assert line["distill/kl/mean"] < line["distill/kl/max"]
     assert line["train/pg_loss"] == 0
