@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from grpo_mp.models import deepseek, glm4_moe, gpt_oss, gqa, hy_v3, llama_qwen, mixtral, qwen3_next
+from grpo_mp.models import deepseek, glm4_moe, gpt_oss, gqa, hy_v3, llama_qwen, minimax_m2, mixtral, qwen3_next
 from grpo_mp.models.blocks import HF_LAYER
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param, Rule, expand
@@ -23,6 +23,7 @@ class Family:
     rules: Callable[[HfConfig], list[Rule]]
     rotary: Callable[[HfConfig], dict[str, Any]] = gqa.rotary  # MLA reads rotary values from its settings instead
     group_score_topk: int = 2  # group-limited routing ranks a group by its best n scores
+    norms_over_heads: bool = False  # norms of queries and keys are over all heads together
     untrained: tuple[str, ...] = ()  # first parts of names of Hugging Face tensors outside the policy
     mtp_names: Mapping[str, str] = field(default_factory=dict)  # {}, or QWEN_NAMES of multi_token_prediction
     stacks_experts: bool = (
@@ -154,6 +155,15 @@ FAMILIES = {
     ),
     "glm4_moe_lite": Family(
         "Glm4MoeLiteForCausalLM", glm4_moe.lite_config, deepseek.v3_rules, models="GLM-4.7-Flash", rejected="biases"
+    ),
+    "minimax_m2": Family(
+        "MiniMaxM2ForCausalLM",
+        minimax_m2.config,
+        minimax_m2.rules,
+        minimax_m2.rotary,
+        norms_over_heads=True,
+        models="MiniMax-M2, M2.5",
+        rejected="training layers that predict ahead, which are not published",
     ),
     "hy_v3": Family(
         "HYV3ForCausalLM",

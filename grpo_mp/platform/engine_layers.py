@@ -32,6 +32,18 @@ def rms_norm_forward(
     return F.rms_norm(x, weight.shape, weight, norm.variance_epsilon), x
 
 
+def norms_over_heads(original: Original, norms: Any, *states: Tensor) -> tuple[Tensor, ...]:
+    """Replace `MiniMaxM2QKRMSNorm.forward`, which needs Triton: normalize queries and keys, [T, heads * head_size]."""
+    from sglang.srt.layers.dp_attention import attn_tp_all_reduce
+
+    squares = torch.stack([x.float().square().mean(-1, keepdim=True) for x in states])
+    if norms._world_size > 1:
+        squares = attn_tp_all_reduce(squares) / norms._world_size
+    scales = torch.rsqrt(squares + norms._eps)
+    weights = (norms._q_norm.weight, norms._k_norm.weight)
+    return tuple((x.float() * scale * w).to(x.dtype) for x, scale, w in zip(states, scales, weights, strict=True))
+
+
 def routed_experts(original: Original, layer: Any, x: Tensor, topk_output: Any, config: Any) -> Tensor:
     """Replace `moe_forward_native`: return the weighted sum [T, H] of the experts' outputs for x [T, H].
 

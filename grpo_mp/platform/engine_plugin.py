@@ -190,6 +190,7 @@ CPU_HOOKS: list[tuple[str, str, Callable[..., Any]]] = [
     (f"{ATTENTION}._run_sdpa_forward_extend", "around", _extend),
     (f"{ATTENTION}._run_sdpa_forward_decode", "around", _decode),
     ("srt.layers.layernorm.RMSNorm.forward_native", "around", engine_layers.rms_norm_forward),
+    ("srt.models.minimax_m2.MiniMaxM2QKRMSNorm.forward", "around", engine_layers.norms_over_heads),
     ("srt.layers.moe.fused_moe_native.moe_forward_native", "around", engine_layers.routed_experts),
     ("srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native", "around", engine_layers.rotary),
     ("kernels.ops.attention.fla.layernorm_gated.RMSNorm.forward", "around", engine_gated_delta.gated_norm_forward),

@@ -20,6 +20,7 @@ from grpo_mp.policy.gated_delta_net import linear_attention_spec
 from grpo_mp.policy.multi_token_prediction import MTP_INPUTS, embed_detached, mtp_block_spec
 from grpo_mp.policy.shared_prompt_attention import use_per_token_rotary, use_shared_prompt_attention
 from grpo_mp.policy.vocab_parallel import Head, VocabularyShard, output_logits, token_logprobs
+from grpo_mp.policy.whole_norm import use_whole_norms
 
 
 class PolicyModel(GPTModel):
@@ -127,6 +128,8 @@ def _build_chunk(
     else:
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     use_latent_attention(config, spec)
+    if family.norms_over_heads:
+        use_whole_norms(spec)
     if share_prompts:
         use_shared_prompt_attention(spec)
     model = model_class(

@@ -25,6 +25,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT,
     "kimi_k2": LATENT,
     "glm4_moe_lite": LATENT,
+    "minimax_m2": GROUPED | {"rotary_dim": 2},
     "hy_v3": GROUPED | {"num_hidden_layers": 3},
     "glm4_moe": GROUPED | {"num_hidden_layers": 3, "n_shared_experts": 2},
     "gpt_oss": GROUPED | {"num_local_experts": 4},

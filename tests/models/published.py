@@ -17,6 +17,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
         "glm-4.5": 353e9,
         "glm-4.5-air": 106.9e9,
         "glm-4.7-flash": 30e9,
+        "minimax-m2": 230e9,
         "hy3-preview": 295e9,
         "mixtral-8x22b": 140.6e9,
         "llama-3.2-1b": 1.236e9,

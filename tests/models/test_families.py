@@ -71,6 +71,8 @@ def test_unsupported_values_are_refused(family: str, key: str, value: Any, make_
         ),
         ("glm4_moe_lite", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor of rope_param"),
         ("hy_v3", {"mlp_layer_types": ["sparse"] * 3}, "mlp_layer_types, .* first_k_dense_replace=1, .* set both"),
+        ("minimax_m2", {"use_qk_norm": None}, "use_qk_norm is not true"),
+        ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported"),
         ("hy_v3", {"route_norm": None}, "route_norm is not true"),
         ("hy_v3", {"rope_scaling": LONG}, "engines ignore the rope scaling of Hy3: remove it"),
         ("kimi_k2", {"rope_scaling": YARN | {"mscale": None}}, "mscale_all_dim but without mscale .*: set both"),

@@ -56,6 +56,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> family, and what di
     "gpt_oss": ("gpt_oss", GROUPED | {"intermediate_size": 32}),
     "deepseek_v3_mtp": ("deepseek_v3", SMALL | SPARSE | LATENT | MTP),
     "glm4_moe_lite_mtp": ("glm4_moe_lite", SMALL | SPARSE | LATENT | MTP),
+    "minimax_m2": ("minimax_m2", GROUPED | {"rotary_dim": 8}),
     "hy_v3": ("hy_v3", GROUPED | SPARSE),
     "glm4_moe_mtp": ("glm4_moe", GROUPED | SPARSE | MTP),
     "qwen3_next_mtp": ("qwen3_next", HYBRID | SPARSE | QWEN_MTP),
@@ -114,6 +115,7 @@ COMPUTED_IN = {  # model -> layouts
     "qwen3_5": DENSE_FAMILY,
     "deepseek_v3_mtp": ("one", "pp2_vpp2", "tp2_cp2", "tp2_ep2_pp2"),
     "glm4_moe_lite_mtp": SPARSE_FAMILY,
+    "minimax_m2": (*SPARSE_FAMILY, "tp2"),  # norms over the heads of all ranks
     "hy_v3": SPARSE_FAMILY,
     "glm4_moe_mtp": DENSE_FAMILY,
     "qwen3_next_mtp": ("one", "tp2_ep2_pp2"),

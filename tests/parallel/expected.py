@@ -223,7 +223,7 @@ def file_gradients(model: PreTrainedModel) -> dict[str, Tensor]:
     """The gradients of a model by the names of the files."""
     gradients = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
     own = _file_tensors(gradients, in_turn=model.config.model_type == "gpt_oss")
-    names = {"mixtral": MIXTRAL, "hy_v3": HY3}
+    names = {"mixtral": MIXTRAL, "minimax_m2": MIXTRAL, "hy_v3": HY3}
     return {_renamed(name, names.get(model.config.model_type, {})): gradient for name, gradient in own}
 
 

@@ -37,6 +37,7 @@ PARAMETERS = {
     "DeepSeek-V2-Chat": 235_741_434_880,
     "Qwen3-Next-80B-A3B-Instruct": 79_674_391_296,
     "DeepSeek-V3.1": 671_026_404_352,
+    "MiniMax-M2.5": 228_689_748_992,
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
 }

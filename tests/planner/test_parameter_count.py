@@ -28,6 +28,7 @@ CASES: list[tuple[str, int, dict[str, int], dict[str, Any]]] = [
     ("moonlight-16b-a3b", 16, {"tensor": 2, "pipeline": 2, "expert": 4}, {LAST: 13}),
     ("qwen3-235b-a22b", 64, {"tensor": 4, "pipeline": 4, "context": 2, "expert": 16}, {FREE: "Et*24|t*24|t*23|t*23L"}),
     ("qwen3.5-35b-a3b", 16, {"tensor": 2, "pipeline": 2, "expert": 8}, {}),
+    ("minimax-m2", 16, {"tensor": 4, "pipeline": 2, "expert": 8}, {}),
     ("hy3-preview", 64, {"tensor": 8, "pipeline": 2, "expert": 32}, {}),
     ("gpt-oss-20b", 8, {"tensor": 2, "pipeline": 2, "expert": 4}, {}),
     ("kimi-k2", 256, {"tensor": 8, "pipeline": 4, "expert": 64}, {"num_layers_in_first_pipeline_stage": 13, LAST: 16}),

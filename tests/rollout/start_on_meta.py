@@ -72,6 +72,7 @@ MODELS = (
     "glm4_moe_lite",
     "glm4_moe_lite_nextn",
     "hunyuan_v3",
+    "minimax_m2",
     "qwen2",
     "qwen2_moe",
     "qwen3_moe",

@@ -30,6 +30,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "beyond_the_original_length": ("qwen3", {"rope_scaling": YARN}),
     "half_rotated": ("glm4_moe", {}),
     "hy_v3": ("hy_v3", {}),
+    "minimax_m2": ("minimax_m2", {}),
     "glm4_moe_lite": ("glm4_moe_lite", {}),
     "qwen3_next": ("qwen3_next", {}),
     "qwen3_5": ("qwen3_5_text", {}),

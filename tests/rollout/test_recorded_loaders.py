@@ -31,6 +31,7 @@ CASES: list[tuple[str, int, dict[str, Any], tuple[int, ...]]] = [
     ("deepseek-v2-lite", 2, {"ep_size": 2}, (1,)),
     ("glm-4.5", 8, {"ep_size": 4}, (5,)),
     ("glm-4.7-flash", 4, {"ep_size": 2}, (3,)),
+    ("minimax-m2", 8, {"ep_size": 4}, (5,)),
     ("hy3-preview", 8, {"ep_size": 4}, (5,)),
     ("qwen3-30b-a3b", 8, {"ep_size": 8, **FP8}, (6,)),
     ("qwen3-30b-a3b", 8, {}, (5,)),  # 96 rows each

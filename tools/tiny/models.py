@@ -113,6 +113,7 @@ SHARED_EXPERTS = {
     "routed_scaling_factor": 2.5,
     "num_experts_per_tok": 4,
 }
+HALF_ROTATED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 NO_GROUPS = {"n_group": 1, "topk_group": 1}
 MLA = {
     "num_key_value_heads": 4,
@@ -166,6 +167,10 @@ TINY_CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": DEEPSEEK_V3,
     "kimi_k2": DEEPSEEK_V3 | NO_GROUPS,
     "glm4_moe_lite": DEEPSEEK_V3 | NO_GROUPS | {"rope_scaling": None, "rope_theta": 1e6},
+    "minimax_m2": BASE
+    | GROUPED_QUERY
+    | {"num_local_experts": 8, "num_experts_per_tok": 2, "rope_parameters": HALF_ROTATED, "rotary_dim": 16}
+    | {"use_qk_norm": True, "use_routing_bias": True, "scoring_func": "sigmoid"},
     "hy_v3": BASE
     | GROUPED_QUERY
     | MOE
