@@ -50,7 +50,7 @@ class ChatDataConfig(NamedSets):
 
 
 class SftConfig(Section):
-    """What a step takes of the data, and what it learns of a chat."""
+    """Size of a step, and which parts of a chat have a loss."""
 
     batch_size: int = Field(gt=0, description="samples of a step over all ranks")
     max_tokens: int = Field(gt=0, description="tokens of the longest sample (TRL max_length)")

@@ -51,8 +51,8 @@ def forward_bytes(job: PlannedJob, stage: int) -> float:
 def logits_bytes(job: PlannedJob, stage: int, backward: bool) -> float:
     """Return the bytes of the output head; 0 on all stages but the last.
 
-    They hold one chunk of logits with its copies. `backward`: also count the gradient of the output layer, unless LoRA
-    freezes it.
+    The head holds one chunk of logits with its copies. `backward`: also count the gradient of the output layer, unless
+    LoRA freezes it.
     """
     if stage != len(job.stage_layers) - 1:
         return 0.0

@@ -14,7 +14,7 @@ ALIGNMENT = 16  # numbers of keys are padded to multiples: torch sums the rest o
 
 @dataclass(frozen=True)
 class Softmax:
-    """How scores become weights, as in packed_attention: `before`: keys before a query that it attends to."""
+    """Options of the softmax over attention scores. `before`: keys before a query that it attends to."""
 
     scale: float
     before: int | None = None  # None: all

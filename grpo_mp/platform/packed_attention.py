@@ -4,10 +4,10 @@ A packed batch is a row of tokens [T, ...]. Sequences of similar length are batc
 the longest sequence L of the bucket. With a causal mask no real token attends to padding, so no mask tensor is needed.
 A position in a bucket is called a cell; index tensors map tokens to cells and back.
 
-A sequence may also attend to a prefix: keys before its first token; then the bucket has one mask. So it has with a
-sliding window. With context
-parallelism of size cp, a sequence is cut into 2 * cp chunks, and rank r has chunks r and 2 * cp - 1 - r. Keys and
-values are gathered from all ranks; the cells of other ranks' queries are computed but not read.
+A sequence may also attend to a prefix, keys before its first token; with a prefix or a sliding window a bucket has one
+mask. With context parallelism of size cp, a sequence is cut into 2 * cp chunks, and rank r has chunks r and
+2 * cp - 1 - r. Keys and values are gathered from all ranks; the cells of other ranks' queries are computed but not
+read.
 """
 
 from collections.abc import Iterable
