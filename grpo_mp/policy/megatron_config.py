@@ -7,8 +7,8 @@ from functools import cache
 from typing import Any, Literal, get_type_hints
 
 import torch
-from megatron.core.activations import quick_gelu
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from pydantic import ConfigDict, TypeAdapter, ValidationError

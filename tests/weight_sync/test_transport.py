@@ -85,7 +85,8 @@ def load(payload: str) -> dict[str, Tensor]:
     def load_into(named: Iterable[tuple[str, Tensor]]) -> None:
         weights.update(named)
 
-    load_weights(SimpleNamespace(load_weights=load_into, modules=list), pickle.loads(base64.b64decode(payload)))
+    model = SimpleNamespace(load_weights=load_into, modules=list, named_modules=dict)
+    load_weights(model, pickle.loads(base64.b64decode(payload)))
     return weights
 
 
