@@ -2,23 +2,15 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from grpo_mp.platform.packed_attention import Softmax
+
 MAX_SCORES = 2**24  # largest number of attention scores in memory at a time
 ALIGNMENT = 16  # numbers of keys are padded to multiples: torch sums the rest of a vector in another order
-
-
-@dataclass(frozen=True)
-class Softmax:
-    """Options of the softmax over attention scores. `before`: keys before a query that it attends to."""
-
-    scale: float
-    before: int | None = None  # None: all
-    sinks: Tensor | None = None
 
 
 def paged_attention(
@@ -84,8 +76,8 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths:
     positions = lengths[:, None] - count + torch.arange(count)  # [B, Q]
     places = torch.arange(slots.shape[1])
     mask = places > positions[:, :, None]
-    if softmax.before is not None:
-        mask |= places < positions[:, :, None] - softmax.before
+    if softmax.window is not None:
+        mask |= places <= positions[:, :, None] - softmax.window
     mask = mask[:, None, None]  # [B, 1, 1, Q, L]
     grouped = query.view(batch, count, groups, heads // groups, size).permute(0, 2, 3, 1, 4)  # [B, G, H/G, Q, D]
     scores = grouped.reshape(batch, groups, -1, size) @ gathered_keys.to(query.dtype).transpose(-1, -2)

@@ -7,15 +7,16 @@ import gc
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from grpo_mp.platform import engine_gated_delta, engine_layers
-from grpo_mp.platform.engine_attention import Softmax, paged_attention
+from grpo_mp.platform.engine_attention import paged_attention
 from grpo_mp.platform.engine_invariance import enable_batch_invariance
+from grpo_mp.platform.packed_attention import Softmax
 from grpo_mp.utils.files import ENGINE_SCRATCH
 from grpo_mp.utils.processes import write_stacks_on_signal
 
@@ -122,7 +123,7 @@ def _extend(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: An
     if not _is_self_attention(encoder_lengths, kwargs) or not kwargs["causal"]:
         return original(backend, *args, **kwargs)
     new_tokens = new_lengths.tolist()
-    softmax = Softmax(kwargs["scaling"], kwargs["sliding_window_size"], backend.sinks)
+    softmax = _softmax(backend, kwargs)
     attended = paged_attention(
         query, (keys, values), slots[rows], lengths=lengths.tolist(), new_tokens=new_tokens, softmax=softmax
     )
@@ -135,7 +136,7 @@ def _decode(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: An
     if not _is_self_attention(encoder_lengths, kwargs):
         return original(backend, *args, **kwargs)
     new_tokens = [1] * len(rows)
-    softmax = Softmax(kwargs["scaling"], kwargs["sliding_window_size"], backend.sinks)
+    softmax = _softmax(backend, kwargs)
     attended = paged_attention(
         query, (keys, values), slots[rows], lengths=lengths.tolist(), new_tokens=new_tokens, softmax=softmax
     )
@@ -144,6 +145,11 @@ def _decode(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: An
 
 def _is_self_attention(encoder_lengths: Any, kwargs: dict[str, Any]) -> bool:
     return encoder_lengths is None and not kwargs["is_cross_attn"]
+
+
+def _softmax(backend: Any, layer: Mapping[str, Any]) -> Softmax:
+    before = layer["sliding_window_size"]  # SGLang's windows do not count the query's own key
+    return Softmax(layer["scaling"], None if before is None else before + 1, backend.sinks)
 
 
 def _keep_sinks(original: Callable[..., Any], backend: Any, *args: Any, sinks: Any = None, **kwargs: Any) -> Any:

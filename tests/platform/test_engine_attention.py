@@ -5,7 +5,8 @@ import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from grpo_mp.platform import engine_attention
-from grpo_mp.platform.engine_attention import Softmax, paged_attention
+from grpo_mp.platform.engine_attention import paged_attention
+from grpo_mp.platform.packed_attention import Softmax
 
 SLOTS = 400
 
@@ -24,8 +25,8 @@ def attention_per_sequence(
     for new_query, row, length, new in zip(query.split(new_tokens), slots, lengths, new_tokens, strict=True):
         k, v = keys[row[:length]].double(), values[row[:length]].double()
         mask = torch.ones(length, length, dtype=torch.bool).tril()
-        if softmax.before is not None:
-            mask = mask.triu(-softmax.before)
+        if softmax.window is not None:
+            mask = mask.triu(1 - softmax.window)
         q, k, v = (tensor.transpose(0, 1)[None] for tensor in (new_query.double(), k, v))
         bias = torch.zeros(q.shape[1], new, length + 1, dtype=torch.float64)
         bias[..., :-1].masked_fill_(~mask[length - new :], -torch.inf)
@@ -48,7 +49,7 @@ def attention_per_sequence(
 )
 @pytest.mark.parametrize("limit", [1, 300])
 @pytest.mark.parametrize("latent", [False, True])
-@pytest.mark.parametrize(("before", "has_sinks"), [(None, False), (3, True)])
+@pytest.mark.parametrize(("window", "has_sinks"), [(None, False), (4, True)])
 def test_equals_attention_per_sequence(
     monkeypatch: pytest.MonkeyPatch,
     heads: int,
@@ -59,7 +60,7 @@ def test_equals_attention_per_sequence(
     new_tokens: list[int],
     limit: int,
     latent: bool,
-    before: int | None,
+    window: int | None,
     has_sinks: bool,
 ) -> None:
     monkeypatch.setattr(engine_attention, "MAX_SCORES", limit)
@@ -69,7 +70,7 @@ def test_equals_attention_per_sequence(
     if latent:
         values = keys[..., :value_size]
     slots = torch.stack([torch.randperm(SLOTS)[:64] for _ in lengths])
-    softmax = Softmax(0.3, before, torch.randn(heads) if has_sinks else None)
+    softmax = Softmax(0.3, window, torch.randn(heads) if has_sinks else None)
     arguments = (query, (keys, values), slots, lengths, new_tokens, softmax)
     torch.testing.assert_close(paged_attention(*arguments), attention_per_sequence(*arguments), atol=2e-6, rtol=1e-5)
 
