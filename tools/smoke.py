@@ -2,11 +2,13 @@
 
     python -m tools.smoke [--ranks N] [--out runs/smoke] [--only NAME ...]
 
-Checks the machine, trains a Qwen3 MoE with each schedule and a DeepSeek-V3 for three steps each, kills and resumes a
-run, checks the exported model, and measures the rates that plans assume. Prints one line per check, and writes
+Checks the machine, measures an engine (decoding beside SGLang's own benchmark, memory asleep and awake), trains a Qwen3
+MoE with each schedule and a DeepSeek-V3 for three steps each, kills and resumes a run, checks the exported model, and
+measures the rates that plans assume. Prints one line per check, and writes
 OUT/cluster.yaml for `grpo-mp plan --cluster OUT/cluster.yaml`. The exit status is 1 if a check failed.
 """
 
+import json
 import math
 import os
 import signal
@@ -24,15 +26,19 @@ import yaml
 
 from grpo_mp import platform
 from grpo_mp.checkpoint.run_state import METRICS
+from grpo_mp.config import load_settings
+from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.monitor.run_folder import read_metrics
-from grpo_mp.planner.clusters import PROFILES, cluster_names
+from grpo_mp.planner.clusters import PROFILES, cluster_names, read_cluster
 from grpo_mp.utils.errors import UserError, exit_with
 from grpo_mp.utils.parsers import Parser, positive_int
+from tools.smoke_engine import Workload, check_sleep, decode_gb_s, describe, measure_engine, planned_engine
 from tools.smoke_rates import measure_rates
 from tools.tiny.arithmetic import make_problems, vocabulary_words, write_jsonl
 from tools.tiny.models import make_tiny, make_tokenizer
 
 STEPS = 3
+DECODING = "decode_gb_s.json"  # rate at which the engine of the check `engine` reads memory
 JOB_LIMIT_S = 1800.0
 CONFIG = Path("configs/tiny_moe.yaml")
 # Shapes of Qwen3-30B and DeepSeek-V3 with fewer layers and experts: 1.3 and 1.6 billion parameters.
@@ -137,6 +143,7 @@ def list_checks(machine: Machine) -> list[Check]:
     checks = [
         Check("machine", partial(check_machine, machine)),
         Check("models", partial(make_models, machine.folder)),
+        Check("engine", partial(check_engine, machine, model["qwen3_moe"])),
     ]
     for name, settings in job_settings(machine.ranks).items():
         family = "deepseek_v3" if name.startswith("deepseek") else "qwen3_moe"
@@ -187,6 +194,22 @@ def make_models(folder: Path) -> str:
     return ", ".join(GPU_SHAPES)
 
 
+def check_engine(machine: Machine, model: str) -> str:
+    """Measure an engine; write the rate of its decoding for `write_rates`, and return all measurements."""
+    on_cuda = platform.on_cuda()
+    workload = Workload(16, 8, 64, 512) if on_cuda else Workload(2, 4, 16, 32)
+    lengths = [f"max_prompt_tokens={workload.prompt_tokens}", f"max_response_tokens={workload.response_tokens}"]
+    overrides = [*common_settings(machine, "engine", STEPS), model, *(f"rollout.{length}" for length in lengths)]
+    settings = load_settings(CONFIG, overrides, dtype=platform.default_dtype())
+    measured = measure_engine(settings, workload, machine.folder / "engine.log")
+    planned = planned_engine(settings, read_cluster(shipped_profile()))
+    check_sleep(measured, planned)
+    layers = HfConfig.read(settings.model.path).int("num_hidden_layers")
+    rate = decode_gb_s(measured, workload, planned, layers) if on_cuda else None
+    (machine.folder / DECODING).write_text(json.dumps(rate))
+    return describe(measured)
+
+
 def common_settings(machine: Machine, name: str, steps: int) -> list[str]:
     """Return the settings that all training jobs share."""
     folder = machine.folder
@@ -234,10 +257,12 @@ def describe_export(folder: Path) -> str:
 
 def write_rates(machine: Machine) -> str:
     """Measure the rates of this machine and write a cluster profile; return its path and the main rates."""
-    device = torch.cuda.get_device_name() if platform.on_cuda() else "cpu"
-    shipped = yaml.safe_load(PROFILES.read_text(encoding="utf-8"))
-    profile = shipped[cluster_of(device) or "h100-80"] | measure_rates(machine.folder)
-    file = machine.folder / "cluster.yaml"
+    shipped = yaml.safe_load(PROFILES.read_text(encoding="utf-8"))[shipped_profile()]
+    profile = shipped | measure_rates(machine.folder)
+    decoding, file = machine.folder / DECODING, machine.folder / "cluster.yaml"
+    if rate := json.loads(decoding.read_text()) if decoding.is_file() else None:
+        share = min(1.0, rate / profile["device_memory_gb_s"])
+        profile["achievable"] = profile["achievable"] | {"device_memory": float(f"{share:.2g}")}
     file.write_text(yaml.safe_dump(profile), encoding="utf-8")
     rates = ("bf16_tflops", "device_memory_gb_s", "host_link_gb_s", "disk_gb_s")
     return f"{file}: {', '.join(f'{name} {profile[name]:.3g}' for name in rates)}"
@@ -291,6 +316,11 @@ def _parser() -> Parser:
     parser.add_argument("--out", type=Path, default=Path("runs/smoke"), help="folder of models, runs and logs")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="checks to run")
     return parser
+
+
+def shipped_profile() -> str:
+    """Return the name of the shipped profile that fits this machine's GPUs; that of an H100 if none does."""
+    return cluster_of(torch.cuda.get_device_name() if platform.on_cuda() else "cpu") or "h100-80"
 
 
 def cluster_of(device: str) -> str | None:
