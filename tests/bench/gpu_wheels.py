@@ -127,7 +127,8 @@ def install(venv: Path) -> None:
     subprocess.run([os.environ.get("PYTHON312", "python3.12"), "-m", "venv", venv], check=True)
     requirements = venv / "requirements.txt"
     requirements.write_text(wheels)
-    subprocess.run([venv / "bin/python", "-m", "pip", "install", "-q", "--no-deps", "-r", requirements], check=True)
+    pip = [venv / "bin/python", "-m", "pip", "install", "-q", "--no-deps", "--no-compile", "-r", requirements]
+    subprocess.run(pip, check=True)
     requirements.rename(stamp)
 
 
