@@ -12,6 +12,7 @@ from grpo_mp.config import Settings, SftSettings
 from grpo_mp.distributed.coordinates import data_parallel_size
 from grpo_mp.distributed.layout import ModelShape, check_layout, critic_layout, model_shape, sets_pipeline_layout
 from grpo_mp.models.families import family_of
+from grpo_mp.models.fp8_products import check_fp8_products
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.lora import check_adapters
 from grpo_mp.models.value_head import critic_config
@@ -304,6 +305,8 @@ def make_job(
     model = model_shape(hf)
     engine_placements(settings.engine, world_size, gpus_per_node)
     check_layout(layout, model, world_size - settings.engine.ranks, sets_pipeline_layout(megatron))
+    if settings.training.fp8_format:
+        check_fp8_products(family_of(hf).rules(hf), layout.tensor, layout.expert_tensor)
     stage_layers = with_mtp_layer(layers_of_stages(model.num_layers, layout, megatron), hf)
     counts, lora = local_parameter_counts(hf, layout, stage_layers), settings.model.lora
     trained = counts

@@ -98,7 +98,7 @@ def transformer_config(layout: LayoutConfig, training: TrainingConfig, dtype: st
 
 
 def check_fp8(training: TrainingConfig, dtype: str) -> None:
-    """Refuse FP8 training without a GPU or in float32. TransformerEngine checks the GPU's type and matrix sizes."""
+    """Refuse FP8 training without a GPU or in float32. TransformerEngine checks the GPU's type."""
     if training.fp8_format and not (platform.on_cuda() and dtype == "bfloat16"):
         raise UserError(
             f"training.fp8_format={training.fp8_format} needs a GPU and model.dtype=bfloat16: set it to null on a CPU"

@@ -14,6 +14,7 @@ from grpo_mp.config.sections import LayoutConfig, ModelConfig, TrainingConfig
 from grpo_mp.distributed.layout import check_layout, model_shape, sets_pipeline_layout
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.models.families import family_of
+from grpo_mp.models.fp8_products import check_fp8_products
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.lora import adapter_params, check_adapters
 from grpo_mp.models.multi_token_prediction import COPIED_EMBEDDING, is_of_mtp
@@ -157,9 +158,11 @@ def check_policy(
     shape = model_shape(hf)
     check_layout(layout, shape, world_size, sets_pipeline_layout(training.megatron_args))
     check_gated_delta_nets(shape, layout.context)
+    check_fp8(training, model.dtype)
+    if training.fp8_format:
+        check_fp8_products(family_of(hf).rules(hf), layout.tensor, layout.expert_tensor)
     check_overrides(training.megatron_args)
     config = transformer_config(layout, training, model.dtype, hf)
-    check_fp8(training, model.dtype)
     if hf.trains_mtp and COPIED_EMBEDDING not in family_of(hf).params(hf):
         raise hf.error(
             f"the family of {hf.model_type!r} does not map a multi-token-prediction layer: set "

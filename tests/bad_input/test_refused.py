@@ -256,6 +256,16 @@ def test_machines_that_cannot_compute_linear_attention(hybrid: Path, monkeypatch
     assert "linear attention needs fla-core" in refused(lambda: start_training(hybrid))
 
 
+def test_matrices_that_fp8_products_cannot_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "on_cuda", lambda: True)
+    training = TrainingConfig(fp8_format="e4m3")
+    for width, tensor in ((264, 1), (272, 2)):
+        make_tiny(tmp_path, "qwen3", make_tokenizer(["apples"]), num_hidden_layers=1, intermediate_size=width)
+        hf, model = HfConfig.read(tmp_path), ModelConfig(path=tmp_path, dtype="bfloat16")
+        sentence = refused(partial(check_policy, hf, model, LayoutConfig(tensor=tensor), training, tensor))
+        assert f"layout.tensor={tensor} a rank holds 128 x {width // tensor} elements of" in sentence
+
+
 def test_what_computes_no_sinks_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a sequence that is divided, nor engines whose kernels keep experts in a layout that no sync can load."""
     hf = named_config("gpt-oss-20b")

@@ -6,6 +6,7 @@ from grpo_mp.planner.clusters import OVERHEADS
 from grpo_mp.planner.engine_memory import engine_memory
 from grpo_mp.planner.memory import SubPhase, plan_memory
 from grpo_mp.planner.resource_use import logprob_use, train_use
+from grpo_mp.utils.errors import UserError
 from tests.planner.jobs import job_of
 
 LAYERS, HEADS, KEY_WIDTH, VALUE_WIDTH = 61, 128, 192, 128  # DeepSeek-R1
@@ -65,3 +66,11 @@ def test_products_of_linear_layers_are_in_fp8_and_others_not() -> None:
     trained = train_use(fp8)
     assert trained.fp8_flops == pytest.approx(3 * after.fp8_flops)
     assert before.fp8_flops == 0
+
+
+def test_a_plan_refuses_matrices_that_fp8_products_cannot_read() -> None:
+    """10944 rows of GLM-4.5-Air's dense layer over 8 ranks are 16 x 85.5."""
+    sizes = {"tensor": 8, "expert": 16}
+    job_of("glm-4.5-air", "h100-80", 2, layout=sizes)
+    with pytest.raises(UserError, match=r"^training\.fp8_format: with layout\.tensor=8 a rank holds 4096 x 1368 "):
+        job_of("glm-4.5-air", "h100-80", 2, layout=sizes, **IN_FP8)

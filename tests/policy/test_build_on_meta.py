@@ -15,7 +15,10 @@ from tests.recipes import FULL_SIZE
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 RECIPES = [str(path) for path in FULL_SIZE]
-IN_FP8 = f"{RECIPES[0]}@fp8"
+PLAIN = next(
+    recipe for recipe in RECIPES if "qwen3_5_35b_a3b" in recipe
+)  # Megatron checks the rows of a gated delta net
+IN_FP8 = f"{PLAIN}@fp8"
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +57,6 @@ def test_fused_kernels_are_on(recipe: str, results: dict[str, list[dict[str, Any
 
 
 def test_fp8_is_the_blockwise_recipe_and_leaves_weights_as_they_are(results: dict[str, list[dict[str, Any]]]) -> None:
-    for in_fp8, rank in zip(results[IN_FP8], results[RECIPES[0]], strict=True):
+    for in_fp8, rank in zip(results[IN_FP8], results[PLAIN], strict=True):
         assert in_fp8 == rank | {"fp8": ["Float8BlockScaling", "E4M3"]}
         assert rank["fp8"] == ["", ""]

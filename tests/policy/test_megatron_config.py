@@ -1,23 +1,29 @@
 """Overrides of training.megatron_args and fused kernels in Megatron's configs."""
 
 import os
+import re
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from grpo_mp.config.sections import TrainingConfig
 from grpo_mp.models.families import family_of
+from grpo_mp.models.fp8_products import check_fp8_products
 from grpo_mp.planner.model_configs import published_config
 from grpo_mp.platform import fused_fields
 from grpo_mp.policy.megatron_config import ARCHITECTURE, check_fp8, check_overrides
 from grpo_mp.utils.errors import UserError
+from tests.planner.jobs import settings_of
+from tests.planner.meta_model import built_on_meta
 
 
 @pytest.mark.parametrize(
@@ -40,6 +46,40 @@ def test_fp8_training_is_refused_without_a_gpu() -> None:
     with pytest.raises(UserError, match=r"^training\.fp8_format=e4m3 needs a GPU and model\.dtype=bfloat16"):
         check_fp8(TrainingConfig(fp8_format="e4m3"), "bfloat16")
     check_fp8(TrainingConfig(), "float32")
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "refused"),
+    [
+        ("qwen3.5-35b-a3b", 2, ""),
+        ("qwen3.8-27b", 2, ""),
+        ("qwen3.8-27b", 4, "4120 x 5120 elements of decoder.layers.0.self_attention.in_proj.weight"),  # 16 * 257.5
+        ("glm-4.5-air", 8, "4096 x 1368 elements of decoder.layers.0.mlp.linear_fc2.weight"),  # 16 * 85.5
+    ],
+)
+def test_fp8_training_is_refused_by_the_matrices_that_megatron_builds(name: str, tensor: int, refused: str) -> None:
+    """TransformerEngine reads each matrix along both axes, 16 bytes at a time."""
+    hf = published_config(name)
+    layers = {"num_hidden_layers": 4} | (
+        {"layer_types": hf.values["layer_types"][:4]} if "layer_types" in hf.values else {}
+    )
+    hf = replace(hf, values=hf.values | layers)
+    with built_on_meta(settings_of(layout={"tensor": tensor}), hf, world_size=tensor, rank=0) as (model,):
+        linear = (ColumnParallelLinear, RowParallelLinear)
+        inner = [
+            module for part, module in model.named_modules() if isinstance(module, linear) and "output" not in part
+        ]
+        shapes = {tuple(module.weight.shape) for module in inner}
+    assert len(shapes) > 3
+    fits = all(axis % 16 == 0 for shape in shapes for axis in shape)
+    check = partial(check_fp8_products, family_of(hf).rules(hf), tensor, 1)
+    if fits:
+        assert not refused
+        check()
+    else:
+        sentence = f"training.fp8_format: with layout.tensor={tensor} a rank holds {refused}, and FP8 products need "
+        with pytest.raises(UserError, match=re.escape(sentence)):
+            check()
 
 
 def test_the_models_own_fields_are_refused() -> None:
