@@ -212,7 +212,7 @@ class RolloutConfig(Section):
         (), description="environment variables that tools get, besides PATH and HOME"
     )
     tool_parser: str | None = Field(
-        None, description="SGLang's parser of tool calls: qwen25, deepseekv3, glm45, kimi_k2, llama3, ..."
+        None, description="SGLang's parser of tool calls: qwen25, deepseekv3, glm45, kimi_k2, gpt-oss, ..."
     )
     function: RolloutName | None = Field(
         None,

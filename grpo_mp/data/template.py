@@ -12,6 +12,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from grpo_mp.data import harmony
 from grpo_mp.data.rows import without_nulls
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.files import encodable
@@ -50,7 +51,8 @@ def read_messages(value: Any, location: str, role: str = "") -> list[Message]:
 
 def as_template_reads(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> list[Message]:
     """Convert tool calls and thinking of messages to the form that the tokenizer's chat template renders."""
-    messages = [_with_reasoning_content(message) for message in messages]
+    field = thinking_field(tokenizer, str(tokenizer.chat_template))
+    messages = [_with_thinking_in(message, field) for message in messages]
     if not any(message.get("tool_calls") for message in messages):
         return messages
     form = call_form(tokenizer, str(tokenizer.chat_template))
@@ -162,12 +164,38 @@ def thinking_texts(message: Message) -> list[tuple[str, str]]:
     return [(name, text) for name in THINKING if isinstance(text := message.get(name), str)]
 
 
-def _with_reasoning_content(message: Message) -> Message:
-    """Move an answer's thinking to the field `reasoning_content`, which chat templates render."""
-    given = next((name for name in THINKING if message.get(name)), THINKING[0])
-    if given == THINKING[0] or message["role"] != "assistant":
+def _with_thinking_in(message: Message, field: str) -> Message:
+    """Move an answer's thinking to the field that the chat template renders."""
+    given = next((name for name in THINKING if message.get(name)), None)
+    if message["role"] != "assistant" or given == field:
         return message
-    return {name: value for name, value in message.items() if name != given} | {THINKING[0]: message[given]}
+    if given is None:
+        return harmony.with_thinking(message) if field == harmony.FIELD else message
+    return {name: value for name, value in message.items() if name != given} | {field: message[given]}
+
+
+@lru_cache(maxsize=16)
+def thinking_field(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
+    """Return the first field of THINKING that the template renders, else `reasoning_content`; `template`: cache key."""
+
+    def is_written(field: str) -> bool:
+        try:
+            return GIVEN in str(tokenizer.apply_chat_template([FIXED[0], {**FIXED[1], field: GIVEN}], tokenize=False))
+        except Exception:  # noqa: BLE001 - a template is a program
+            return False
+
+    return next(filter(is_written, THINKING), THINKING[0])
+
+
+def answer_texts(tokenizer: PreTrainedTokenizerBase, answers: Sequence[Sequence[int]]) -> list[str]:
+    """Decode answers for rewards and agents, without special tokens; of the harmony format, see `plain_text`."""
+    is_harmony = harmony.CHANNEL in tokenizer.get_added_vocab()
+    texts = tokenizer.batch_decode([list(answer) for answer in answers], skip_special_tokens=not is_harmony)
+    if not is_harmony:
+        return list(texts)
+    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    marks = re.compile("|".join(map(re.escape, special)))
+    return [marks.sub("", harmony.plain_text(text)) for text in texts]
 
 
 _today = [date.today()]  # one item, which set_template_date replaces
@@ -248,6 +276,8 @@ def _message_text(message: Message) -> str:
 LOGGER = logging.getLogger(__name__)
 MARK = "ANSWER7F3A"  # the answer in FIXED: the text after it renders the messages that follow
 GIVEN = "GIVEN7F3A"
+CALL = {"id": "functions.tool:0", "type": "function", "function": {"name": "tool", "arguments": {KEY: 1}}}
+RESULT: Message = {"role": "tool", "tool_call_id": CALL["id"], "name": "tool", "content": GIVEN}
 FIXED: tuple[Message, ...] = ({"role": "user", "content": "question"}, {"role": "assistant", "content": MARK})
 
 
@@ -265,28 +295,51 @@ class ChatRenderer:
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         return self._encode(self.render(messages))
 
-    def continuation(self, sampled: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
+    def continuation(
+        self, sampled: Sequence[int], messages: Sequence[Message], calls: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[int, ...]:
         """Return the tokens from the end of the answer `sampled` to the start of the next answer.
 
-        They are the rest of the template's text after an answer, `messages`, and the generation prompt.
+        They are the rest of the template's text after an answer, `messages`, and the generation prompt. `calls`: those
+        of the answer, for templates such as GPT-OSS's, which name results after the call.
         """
+        if calls and messages and messages[0]["role"] == "tool" and self._names_results_after_calls:
+            answered = (FIXED[0], {"role": "assistant", "content": "", "tool_calls": list(calls)})
+            before, whole = self.render(answered, asks=False), self.render((*answered, *messages))
+            if not whole.startswith(before):
+                raise UserError("the chat template changes a call once its result follows: use another template")
+            return self._encode(whole.removeprefix(before))
         _, mark, rest = self.render((*FIXED, *messages)).rpartition(MARK)
         if not mark:
             raise UserError("the chat template leaves answers out: no turn can follow one; use another template")
         tokens = self._encode(rest)
-        # The template, too, begins the text after an answer with the stop token that was sampled.
-        return tokens[1:] if sampled and tokens[:1] == tuple(sampled[-1:]) else tokens
+        # The template, too, begins the text after an answer with the stop token that was sampled, or, as GPT-OSS's,
+        # with the one that stands for it in a conversation that goes on.
+        ends = {*tokens[:1], *self._last_answer_end}
+        return tokens[1:] if sampled and sampled[-1] in ends else tokens
+
+    @cached_property
+    def _names_results_after_calls(self) -> bool:
+        """Whether the template refuses the result of a tool after an answer without calls."""
+        try:
+            self.render((*FIXED, RESULT))
+        except UserError:
+            return True
+        return False
+
+    @cached_property
+    def _last_answer_end(self) -> tuple[int, ...]:
+        """The token, if any, with which the template ends the last answer of a conversation."""
+        return self._encode(self.render(FIXED, asks=False).rpartition(MARK)[2])[:1]
 
     def check(self) -> None:
         """Warn about a template that ignores tools; refuse a template that ignores messages after an answer."""
         ask = FIXED[:1]
         if self.tools and self.render(ask) == replace(self, tools=()).render(ask):  # such as DeepSeek-V3's
             LOGGER.warning("the chat template does not show tools to the policy: prompts must say what it may call")
-        given: Message = {"role": "user", "content": GIVEN}
-        if self.tools:
-            given = {"role": "tool", "tool_call_id": "functions.tool:0", "name": "tool", "content": GIVEN}
-        self.continuation((), (given,))
-        if GIVEN not in self.render((*FIXED, given)).rpartition(MARK)[2]:
+        given: Message = RESULT if self.tools else {"role": "user", "content": GIVEN}
+        tokens = self.continuation((), (given,), (CALL,) if self.tools else ())
+        if GIVEN not in self.tokenizer.decode(tokens):
             what = "results of tools" if self.tools else "what follows an answer"
             raise UserError(f"the chat template leaves {what} out (role {given['role']}): use another template")
 

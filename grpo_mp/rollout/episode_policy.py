@@ -10,7 +10,8 @@ from itertools import chain, takewhile
 from typing import Any
 
 from grpo_mp.config.sections import EpisodeLimits
-from grpo_mp.data.template import ChatRenderer
+from grpo_mp.data import harmony
+from grpo_mp.data.template import ChatRenderer, answer_texts
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
 from grpo_mp.rollout.protocol import Episode, EpisodeLimitError, RecordedSequence, Segment, ToolCall, Turn
@@ -218,7 +219,8 @@ class EpisodePolicy:
 
         if before := max(filter(goes_on, self._recorded), key=lambda one: len(one.messages), default=None):
             new = _cleaned(messages[len(before.messages) :], renderer)
-            return before, before.followed_by(renderer.continuation(before.tokens, new), messages)
+            calls = before.messages[-1].get("tool_calls") or ()
+            return before, before.followed_by(renderer.continuation(before.tokens, new, calls), messages)
         is_task = renderer is self.context.renderer and tuple(messages) == self.prompt.messages
         asked = list(takewhile(lambda message: message["role"] != "assistant", messages))
         asked += _cleaned(messages[len(asked) :], renderer)
@@ -259,12 +261,14 @@ class EpisodePolicy:
         return output
 
     async def _as_turn(self, output: EngineOutput, renderer: ChatRenderer, stop: Sequence[str]) -> Turn:
-        decode, tools = renderer.tokenizer.decode, renderer.tools
-        text, calls = decode(output.tokens, skip_special_tokens=True), list[tuple[str, str]]()
+        parser = self.context.tool_parser
+        (text,) = answer_texts(renderer.tokenizer, [output.tokens])
+        calls = list[tuple[str, str]]()
         text = text[: min([text.find(end) for end in stop if end in text], default=None)]
-        if tools and self.context.tool_parser and not output.truncated:
-            thought, said = split_thinking(decode(output.tokens))  # tool calls may contain special tokens
-            rest, calls = await self.context.client.parse_tool_calls(said, tools, self.context.tool_parser)
+        if renderer.tools and parser and not output.truncated:
+            split = harmony.split_thoughts if parser == harmony.PARSER else split_thinking
+            thought, said = split(renderer.tokenizer.decode(output.tokens))  # tool calls may contain special tokens
+            rest, calls = await self.context.client.parse_tool_calls(said, renderer.tools, parser)
             text = renderer.clean(thought + rest).strip() if calls else text
         return Turn(
             output.tokens,

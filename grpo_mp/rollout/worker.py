@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from grpo_mp.data.template import answer_texts
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.rewards.scorer import RewardStats, Scorer
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams, sampling_seed
@@ -193,7 +194,7 @@ class RolloutWorker:
                 outputs = [self._pausable(output, part == sampling) for output in outputs]
         if any(output.aborted for output in outputs):
             return PausedGroup(prompt, tuple(outputs))
-        texts = self.tokenizer.batch_decode([output.tokens for output in outputs], skip_special_tokens=True)
+        texts = answer_texts(self.tokenizer, [output.tokens for output in outputs])
         return SampleGroup(prompt, make_samples(prompt, outputs, texts, group_id))
 
     async def _resume(

@@ -22,7 +22,7 @@ SAMPLES, MAX_TOKENS, TOLERANCE = 256, 24, 1e-4
 
 async def generate(client: EngineClient) -> tuple[SampleGroup, list[EngineOutput]]:
     """Return a group that was broken off many times, and what the engine said of what was not finished."""
-    tokenizer: Any = SimpleNamespace(batch_decode=lambda tokens, **_: [""] * len(tokens))
+    tokenizer: Any = SimpleNamespace(get_added_vocab=dict, batch_decode=lambda tokens, **_: [""] * len(tokens))
     scorer: Any = None
     worker = RolloutWorker(client, scorer, tokenizer, 60.0, lambda error: None)
     task = RolloutTask(lambda _: PROMPT, SAMPLES, 0, 1, SamplingParams(MAX_TOKENS))

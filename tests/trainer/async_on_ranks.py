@@ -137,7 +137,7 @@ class Engines:
         return self._loop.submit(self._run(task, stream))
 
     async def _run(self, task: RolloutTask, stream: GroupStream) -> LaunchedGroups:
-        tokenizer: Any = SimpleNamespace(batch_decode=lambda tokens, **_: [""] * len(tokens))
+        tokenizer: Any = SimpleNamespace(get_added_vocab=dict, batch_decode=lambda tokens, **_: [""] * len(tokens))
         scorer: Any = Scorer()
         runs = []
         for index, engine in enumerate(self.engines):

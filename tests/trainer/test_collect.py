@@ -49,6 +49,8 @@ class FakeScorer:
 
 
 class FakeTokenizer:
+    get_added_vocab = dict
+
     def batch_decode(self, tokens: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
         return [" ".join(map(str, response)) for response in tokens]
 
