@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -13,30 +14,52 @@ MAX_SCORES = 2**24  # largest number of attention scores in memory at a time
 ALIGNMENT = 16  # numbers of keys are padded to multiples: torch sums the rest of a vector in another order
 
 
-def paged_attention(
-    query: Tensor,
-    cache: tuple[Tensor, Tensor],
-    slots: Tensor,
-    lengths: Sequence[int],
-    new_tokens: Sequence[int],
-    softmax: Softmax,
-) -> Tensor:
-    """Return causal attention of the new tokens of B sequences over all their tokens, [T, H, Dv].
+@dataclass(frozen=True)
+class AttentionBatch:
+    """B sequences with Q new tokens each, whose attention is computed together; the same in all layers of a forward."""
 
-    `query` [T, H, D]: new tokens of all sequences, concatenated; `cache`: keys [S, G, D] and values [S, G, Dv] of S
-    slots, where G divides H; `slots` [B, L]: cache slot of each token (beyond a sequence's length any valid slot);
-    `lengths`: tokens of each sequence; `new_tokens`: how many of them, at the end, are new.
+    tokens: Tensor  # [B * Q]: place of each new token among those of all sequences
+    cache_rows: Tensor  # [B * G * L]: row of each head and token in a cache [S * G, D]; the tokens of a head adjacent
+    hidden: Tensor  # [B, 1, 1, Q, L]: which keys a new token does not see
+
+
+def plan_attention(
+    slots: Tensor, lengths: Sequence[int], new_tokens: Sequence[int], heads: tuple[int, int], window: int | None
+) -> list[AttentionBatch]:
+    """Return the batches in which `paged_attention` computes the attention of sequences.
+
+    `slots` [sequences, tokens]: cache slot of each token (beyond a sequence's length any valid slot); `lengths`: tokens
+    of each sequence; `new_tokens`: how many of them, at the end, are new; `heads`: of queries and of keys; `window`:
+    see Softmax.
     """
-    keys, values = cache
-    output = query.new_empty(query.shape[0], query.shape[1], values.shape[2])
+    query_heads, groups = heads
     starts = list(accumulate(new_tokens, initial=0))
-    for count, batch in _batches(lengths, new_tokens, query.shape[1]):
-        rows = torch.tensor([starts[index] for index in batch])[:, None] + torch.arange(count)
+    plan = []
+    for count, batch in _batches(lengths, new_tokens, query_heads):
+        tokens = torch.tensor([starts[index] for index in batch])[:, None] + torch.arange(count)
         batch_lengths = torch.tensor([lengths[index] for index in batch])
         batch_slots = slots[batch, : -(-int(batch_lengths.max()) // ALIGNMENT) * ALIGNMENT]
-        output[rows] = _attend(
-            query[rows], keys, values=values, slots=batch_slots, lengths=batch_lengths, softmax=softmax
-        )
+        cache_rows = batch_slots[:, None] * groups + torch.arange(groups)[None, :, None]
+        positions = (batch_lengths[:, None] - count + torch.arange(count))[:, :, None]  # [B, Q, 1]
+        places = torch.arange(batch_slots.shape[1])
+        hidden = places > positions
+        if window is not None:
+            hidden |= places <= positions - window
+        plan.append(AttentionBatch(tokens.flatten(), cache_rows.flatten(), hidden[:, None, None]))
+    return plan
+
+
+def paged_attention(
+    query: Tensor, cache: tuple[Tensor, Tensor], plan: Sequence[AttentionBatch], softmax: Softmax
+) -> Tensor:
+    """Return causal attention of the new tokens of all sequences over all their tokens, [T, H, Dv].
+
+    `query` [T, H, D]: new tokens of all sequences, concatenated; `cache`: keys [S, G, D] and values [S, G, Dv] of S
+    slots, where G divides H; `plan`: see `plan_attention`, of the same window as `softmax`.
+    """
+    output = query.new_empty(*query.shape[:2], cache[1].shape[2])
+    for batch in plan:
+        output.index_copy_(0, batch.tokens, _attend(query.index_select(0, batch.tokens), cache, batch, softmax))
     return output
 
 
@@ -58,35 +81,27 @@ def _batches(lengths: Sequence[int], new_tokens: Sequence[int], heads: int) -> I
         yield count, batch
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor, softmax: Softmax) -> Tensor:
-    """Return causal attention [B, Q, H, Dv] of `query` [B, Q, H, D] over the tokens at `slots` [B, L].
-
-    `lengths` [B]: tokens of each sequence.
-    """
-    batch, count, heads, size = query.shape
+def _attend(query: Tensor, cache: tuple[Tensor, Tensor], batch: AttentionBatch, softmax: Softmax) -> Tensor:
+    """Return causal attention [B * Q, H, Dv] of `query` [B * Q, H, D]."""
+    keys, values = cache
+    heads, size = query.shape[1:]
     groups = keys.shape[1]
-    # The tokens of each head become contiguous: [B, G, L, D] and [B, G, L, Dv].
-    rows = (slots[:, None] * groups + torch.arange(groups)[None, :, None]).flatten()
-    shape = (batch, groups, slots.shape[1], -1)
-    gathered_keys = keys.view(-1, size).index_select(0, rows).view(shape)
+    sequences, _, _, count, length = batch.hidden.shape
+    shape = (sequences, groups, length, -1)
+    gathered_keys = keys.view(-1, size).index_select(0, batch.cache_rows).view(shape)
     if values.data_ptr() == keys.data_ptr():  # latent attention: values are a slice of the keys
         gathered_values = gathered_keys[..., : values.shape[2]]
     else:
-        gathered_values = values.view(-1, values.shape[2]).index_select(0, rows).view(shape)
-    positions = lengths[:, None] - count + torch.arange(count)  # [B, Q]
-    places = torch.arange(slots.shape[1])
-    mask = places > positions[:, :, None]
-    if softmax.window is not None:
-        mask |= places <= positions[:, :, None] - softmax.window
-    mask = mask[:, None, None]  # [B, 1, 1, Q, L]
-    grouped = query.view(batch, count, groups, heads // groups, size).permute(0, 2, 3, 1, 4)  # [B, G, H/G, Q, D]
-    scores = grouped.reshape(batch, groups, -1, size) @ gathered_keys.to(query.dtype).transpose(-1, -2)
+        gathered_values = values.view(-1, values.shape[2]).index_select(0, batch.cache_rows).view(shape)
+    # [B, G, H/G, Q, D]
+    grouped = query.view(sequences, count, groups, heads // groups, size).permute(0, 2, 3, 1, 4)
+    scores = grouped.reshape(sequences, groups, -1, size) @ gathered_keys.to(query.dtype).transpose(-1, -2)
     scores = scores.float().mul_(softmax.scale).view(*grouped.shape[:-1], -1)
-    scores.masked_fill_(mask, -torch.inf)
+    scores.masked_fill_(batch.hidden, -torch.inf)
     if softmax.sinks is not None:
         sinks = softmax.sinks.float().view(groups, -1, 1, 1).expand(*scores.shape[:-1], 1)
         weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1].to(query.dtype)
     else:
         weights = scores.softmax(-1).to(query.dtype)
-    output = weights.view(batch, groups, -1, weights.shape[-1]) @ gathered_values.to(query.dtype)
-    return output.view(*grouped.shape[:-1], -1).permute(0, 3, 1, 2, 4).reshape(batch, count, heads, -1)
+    output = weights.view(sequences, groups, -1, length) @ gathered_values.to(query.dtype)
+    return output.view(*grouped.shape[:-1], -1).permute(0, 3, 1, 2, 4).reshape(sequences * count, heads, -1)

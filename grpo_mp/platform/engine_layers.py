@@ -15,6 +15,25 @@ Original = Callable[..., Any]
 ALIGNMENT_BYTES = 16  # torch's grouped_mm requires rows aligned to this
 
 
+def share_products_among_threads() -> torch.library.Library:
+    """Replace matrix products in this process by oneDNN's, as long as the returned library exists.
+
+    MKL gives each thread some of the rows. A decode step has one row for each request, too few for several threads.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("mm", matrix_product, "CPU")
+    return library
+
+
+def matrix_product(a: Tensor, b: Tensor) -> Tensor:
+    """Return [M, K] @ [K, N]."""
+    weight = b.t()
+    if a.dtype == b.dtype == torch.float32 and weight.is_contiguous() and a.numel():
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(a, weight, None, "none", [], "")
+        return result
+    return torch.mm(a, b, out=a.new_empty(len(a), b.shape[1]))
+
+
 def rms_norm_forward(
     original: Original, norm: Any, x: Tensor, residual: Tensor | None = None, *args: Any, **kwargs: Any
 ) -> Any:

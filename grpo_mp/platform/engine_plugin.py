@@ -7,14 +7,15 @@ import gc
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from grpo_mp.platform import engine_gated_delta, engine_layers
-from grpo_mp.platform.engine_attention import paged_attention
+from grpo_mp.platform.engine_attention import paged_attention, plan_attention
 from grpo_mp.platform.engine_invariance import enable_batch_invariance
 from grpo_mp.platform.packed_attention import Softmax
 from grpo_mp.utils.files import ENGINE_SCRATCH
@@ -93,9 +94,11 @@ def _murmur_hash32(original: Callable[..., Any], *inputs: torch.Tensor) -> torch
     return hashed ^ (hashed >> 16)
 
 
-def _enable_batch_invariance(original: Callable[..., Any], runner: Any) -> None:
+def _replace_operators(original: Callable[..., Any], runner: Any) -> None:
     if _is_deterministic():
-        runner.batch_invariance = enable_batch_invariance()
+        runner.operators = enable_batch_invariance()
+    elif torch.get_num_threads() > 1:
+        runner.operators = engine_layers.share_products_among_threads()
 
 
 def _is_deterministic() -> bool:
@@ -117,30 +120,35 @@ def _get_rope_cpu(original: Callable[..., Any], *args: Any) -> Any:
     return get_rope(*args[:8])
 
 
+def _drop_plans(original: Callable[..., Any], backend: Any, *args: Any) -> Any:
+    """Replace the preparation of a forward pass: the plans of its attention are made by the first layer that asks."""
+    backend.plans = {}
+    return original(backend, *args)
+
+
 def _extend(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace SGLang's prefill attention. `slots` [R, L]: cache slots by request, indexed by `rows`."""
-    query, output, keys, values, slots, rows, lengths, _, new_lengths, encoder_lengths = args
+    """Replace SGLang's prefill attention."""
+    *states, lengths, _, new_lengths, encoder_lengths = args
     if not _is_self_attention(encoder_lengths, kwargs) or not kwargs["causal"]:
         return original(backend, *args, **kwargs)
-    new_tokens = new_lengths.tolist()
-    softmax = _softmax(backend, kwargs)
-    attended = paged_attention(
-        query, (keys, values), slots[rows], lengths=lengths.tolist(), new_tokens=new_tokens, softmax=softmax
-    )
-    return output.copy_(attended)
+    return _attend(backend, states, lengths, new_lengths, _softmax(backend, kwargs))
 
 
 def _decode(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace SGLang's decode attention. `slots` [R, L]: cache slots by request, indexed by `rows`."""
-    query, output, keys, values, slots, rows, lengths, encoder_lengths = args
+    """Replace SGLang's decode attention."""
+    *states, lengths, encoder_lengths = args
     if not _is_self_attention(encoder_lengths, kwargs):
         return original(backend, *args, **kwargs)
-    new_tokens = [1] * len(rows)
-    softmax = _softmax(backend, kwargs)
-    attended = paged_attention(
-        query, (keys, values), slots[rows], lengths=lengths.tolist(), new_tokens=new_tokens, softmax=softmax
-    )
-    return output.copy_(attended)
+    return _attend(backend, states, lengths, torch.ones_like(lengths), _softmax(backend, kwargs))
+
+
+def _attend(backend: Any, states: Sequence[Tensor], lengths: Tensor, new_lengths: Tensor, softmax: Softmax) -> Tensor:
+    query, output, keys, values, slots, rows = states  # `slots` [R, L]: cache slots by request, indexed by `rows`
+    heads = (query.shape[1], keys.shape[1])
+    if (plan := backend.plans.get((heads, softmax.window))) is None:
+        plan = plan_attention(slots[rows], lengths.tolist(), new_lengths.tolist(), heads, softmax.window)
+        backend.plans[heads, softmax.window] = plan
+    return output.copy_(paged_attention(query, (keys, values), plan, softmax))
 
 
 def _is_self_attention(encoder_lengths: Any, kwargs: dict[str, Any]) -> bool:
@@ -187,10 +195,11 @@ CPU_HOOKS: list[tuple[str, str, Callable[..., Any]]] = [
     (
         "srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode",
         "around",
-        _enable_batch_invariance,
+        _replace_operators,
     ),
     ("srt.layers.rotary_embedding.factory.get_rope_cpu", "around", _get_rope_cpu),
     ("srt.model_loader.loader._initialize_model", "after", _use_dtype_for_sinks),
+    (f"{ATTENTION}.init_forward_metadata", "around", _drop_plans),
     (f"{ATTENTION}.forward_extend", "around", _keep_sinks),
     (f"{ATTENTION}.forward_decode", "around", _keep_sinks),
     (f"{ATTENTION}._run_sdpa_forward_extend", "around", _extend),

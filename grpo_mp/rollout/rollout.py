@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
@@ -304,6 +305,7 @@ def base_spec(model: ModelConfig, context_tokens: int, seed: int, rank: int, loa
         context_tokens=context_tokens,
         seed=seed,
         cpu=cpu,
+        threads=torch.get_num_threads() if cpu else 1,
         first_gpu=0 if cpu else int(os.environ.get("LOCAL_RANK", 0)),
         trust_remote_code=model.trust_remote_code,
         dummy_weights=not load_weights,

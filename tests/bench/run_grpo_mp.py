@@ -57,6 +57,7 @@ class ExactLengths(EngineClient):
 
 
 def make_settings(folder: Path, run_folder: Path, steps: int, schedule: str, staleness: int | None) -> Settings:
+    sizes = w.read_sizes(folder)
     tree = {
         "schedule": schedule,
         "engine": {"ranks": int(schedule != "colocated"), "args": {"decode_log_interval": 5}},
@@ -64,10 +65,10 @@ def make_settings(folder: Path, run_folder: Path, steps: int, schedule: str, sta
         "model": {"path": str(folder / w.MODEL), "dtype": "float32"},
         "data": {"train": str(folder / w.PROMPT_FILE), "shuffle": False},
         "rollout": {
-            "prompts_per_step": w.PROMPTS,
-            "group_size": w.GROUP_SIZE,
+            "prompts_per_step": sizes.prompts,
+            "group_size": sizes.group_size,
             "max_prompt_tokens": w.PROMPT_TOKENS,
-            "max_response_tokens": w.LONGEST,
+            "max_response_tokens": sizes.longest,
             **({} if staleness is None else {"max_staleness": staleness}),
         },
         "reward": {"repetition": 1.0},

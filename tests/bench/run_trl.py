@@ -57,7 +57,8 @@ def force_lengths(model: Any, tokenizer: Any, lengths: w.Lengths) -> None:
     def exact(input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         seen: Counter[str] = Counter()
         row_lengths = []
-        for prompt in tokenizer.batch_decode(input_ids, skip_special_tokens=True):
+        for text in tokenizer.batch_decode(input_ids, skip_special_tokens=True):
+            prompt = next(question for question in lengths if question in text)
             row_lengths.append(lengths[prompt][seen[prompt]])
             seen[prompt] += 1
         processor = ExactLengths(row_lengths, input_ids.shape[1], tokenizer.eos_token_id)
@@ -68,7 +69,7 @@ def force_lengths(model: Any, tokenizer: Any, lengths: w.Lengths) -> None:
 
 
 def length_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    return [len(ids) / w.LONGEST for ids in completion_ids]
+    return [len(ids) / 100 for ids in completion_ids]
 
 
 def arguments(given: argparse.Namespace) -> dict[str, Any]:
@@ -79,7 +80,7 @@ def arguments(given: argparse.Namespace) -> dict[str, Any]:
         "use_cpu": True,
         "bf16": False,
         "per_device_train_batch_size": given.micro_batch,
-        "gradient_accumulation_steps": w.PROMPTS * w.GROUP_SIZE // (given.micro_batch * processes),
+        "gradient_accumulation_steps": w.read_sizes(given.folder).samples // (given.micro_batch * processes),
         "router_aux_loss_coef": 0.0,
         "learning_rate": w.LEARNING_RATE,
         "lr_scheduler_type": "constant",
@@ -118,8 +119,8 @@ def main() -> None:
         rows = [{"prompt": [{"role": "user", "content": question}]} for question in w.read_questions(given.folder)]
         config = GRPOConfig(
             **arguments(given),
-            num_generations=w.GROUP_SIZE,
-            max_completion_length=w.LONGEST,
+            num_generations=w.read_sizes(given.folder).group_size,
+            max_completion_length=w.read_sizes(given.folder).longest,
             beta=w.KL_WEIGHT,
             loss_type="grpo",
         )

@@ -34,7 +34,7 @@ def write_chats(folder: Path, seed: int, steps: int) -> None:
             file.write(json.dumps({"prompt": prompt, "completion": answer}) + "\n")
 
 
-def time_ours(folder: Path, steps: int) -> tuple[list[float], dict[str, float]]:
+def time_ours(folder: Path, steps: int, ranks: int) -> tuple[list[float], dict[str, float]]:
     """Seconds of each step after the first."""
     settings = {
         "run": {"folder": str(folder / "run"), "steps": steps, "save_every": 0, "export": False},
@@ -46,7 +46,7 @@ def time_ours(folder: Path, steps: int) -> tuple[list[float], dict[str, float]]:
         "training": {"max_tokens_per_microbatch": 4096},
     }
     (folder / "sft.yaml").write_text(yaml.safe_dump(settings))
-    run("grpo_mp.sft", [str(folder / "sft.yaml")], CORES, 1)
+    run("grpo_mp.sft", [str(folder / "sft.yaml")], ranks, CORES // ranks)
     lines = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
     return [line["time/step_s"] for line in lines if (line["step"] or 0) > 1], {}
 

@@ -1,38 +1,68 @@
-"""The work that both sides of the comparison do: one tiny model, the same prompts, the same response lengths."""
+"""The work that both sides of the comparison do: one model, the same prompts, the same response lengths."""
 
 import json
 import random
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tests.smollm2 import make_smollm2
 from tools.tiny.models import make_tiny, make_tokenizer
 
 PROMPTS, GROUP_SIZE = 16, 8
 PROMPT_TOKENS, SHORTEST, LONGEST = 256, 16, 512
 TEMPLATE_TOKENS = 3  # <|user|>, <|im_end|>, <|assistant|>
 KL_WEIGHT, LEARNING_RATE, CLIP_GRAD, BETAS, EPS = 0.04, 1e-5, 1.0, (0.9, 0.98), 1e-8
-MODEL, PROMPT_FILE, LENGTH_FILE = "model", "prompts.jsonl", "lengths.json"
+MODEL, PROMPT_FILE, LENGTH_FILE, SIZE_FILE = "model", "prompts.jsonl", "lengths.json", "sizes.json"
+SMOLLM2 = "smollm2"
+STORY = (
+    "A shop sells {} boxes of pencils on Monday and {} times as many on Tuesday. Each box holds {} pencils, and {} of "
+    "all the pencils are broken. How many whole pencils did the shop sell on these two days?"
+)
 
 Lengths = dict[str, list[int]]  # prompt text -> response tokens of each sample, the end token included
 
 
+@dataclass(frozen=True)
+class Sizes:
+    prompts: int = PROMPTS
+    group_size: int = GROUP_SIZE
+    longest: int = LONGEST
+
+    @property
+    def samples(self) -> int:
+        return self.prompts * self.group_size
+
+
 def make_workload(folder: Path, family: str, seed: int) -> Lengths:
-    """Write the model folder, the prompts and the lengths of one family under `folder`; returns the lengths."""
-    make_tiny(folder / MODEL, family, make_tokenizer([]), seed)
+    """Write the model folder, the prompts, lengths and sizes of one family under `folder`; returns the lengths."""
+    sizes = Sizes(prompts=4, group_size=4, longest=128) if family == SMOLLM2 else Sizes()
     draw = random.Random(seed)
-    questions = ["".join(draw.choices("0123456789+-=", k=PROMPT_TOKENS - TEMPLATE_TOKENS)) for _ in range(PROMPTS)]
+    if family == SMOLLM2:
+        make_smollm2(folder / MODEL)
+        questions = [STORY.format(*draw.sample(range(2, 99), 4)) for _ in range(sizes.prompts)]
+    else:
+        make_tiny(folder / MODEL, family, make_tokenizer([]), seed)
+        characters = PROMPT_TOKENS - TEMPLATE_TOKENS
+        questions = ["".join(draw.choices("0123456789+-=", k=characters)) for _ in range(sizes.prompts)]
     rows = (json.dumps({"question": question, "answer": "0"}) + "\n" for question in questions)
     (folder / PROMPT_FILE).write_text("".join(rows))
-    lengths = draw_lengths(questions, draw)
+    lengths = draw_lengths(questions, sizes, draw)
     (folder / LENGTH_FILE).write_text(json.dumps(lengths))
+    (folder / SIZE_FILE).write_text(json.dumps(asdict(sizes)))
     return lengths
 
 
-def draw_lengths(questions: list[str], draw: random.Random) -> Lengths:
-    """Equal steps of the logarithm from SHORTEST to LONGEST, in random order: every octave is equally likely."""
-    count = len(questions) * GROUP_SIZE
-    drawn = [round(SHORTEST * (LONGEST / SHORTEST) ** (i / (count - 1))) for i in range(count)]
+def draw_lengths(questions: list[str], sizes: Sizes, draw: random.Random) -> Lengths:
+    """Equal steps of the logarithm from SHORTEST to the longest, in random order: every octave is equally likely."""
+    steps = sizes.samples - 1
+    drawn = [round(SHORTEST * (sizes.longest / SHORTEST) ** (i / steps)) for i in range(sizes.samples)]
     draw.shuffle(drawn)
-    return {question: drawn[i * GROUP_SIZE : (i + 1) * GROUP_SIZE] for i, question in enumerate(questions)}
+    count = sizes.group_size
+    return {question: drawn[i * count : (i + 1) * count] for i, question in enumerate(questions)}
+
+
+def read_sizes(folder: Path) -> Sizes:
+    return Sizes(**json.loads((folder / SIZE_FILE).read_text()))
 
 
 def read_questions(folder: Path) -> list[str]:

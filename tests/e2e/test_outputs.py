@@ -177,7 +177,7 @@ def test_sglang_serves_the_final_folder_and_agrees_with_the_policy(
     run: Path, saved_scores: tuple[list[tuple[int, ...]], list[list[float]]], tmp_path: Path
 ) -> None:
     sequences, scores = saved_scores
-    spec = EngineSpec(index=0, rank=0, model=run / "final", dtype="float32", context_tokens=64, cpu=True)
+    spec = EngineSpec(index=0, rank=0, model=run / "final", dtype="float32", context_tokens=64, cpu=True, threads=2)
 
     async def ask(engine: EngineProcess) -> list[list[float]]:
         async with aclosing(EngineClient(0, engine.url, engine.headers, 60.0)) as client:

@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from grpo_mp.platform import engine_attention
-from grpo_mp.platform.engine_attention import paged_attention
+from grpo_mp.platform.engine_attention import paged_attention, plan_attention
 from grpo_mp.platform.packed_attention import Softmax
 
 SLOTS = 400
@@ -35,6 +35,18 @@ def attention_per_sequence(
         output = scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=softmax.scale, enable_gqa=True)
         outputs.append(output[0].transpose(0, 1))
     return torch.cat(outputs).to(query.dtype)
+
+
+def planned_attention(
+    query: torch.Tensor,
+    cache: tuple[torch.Tensor, torch.Tensor],
+    slots: torch.Tensor,
+    lengths: list[int],
+    new_tokens: list[int],
+    softmax: Softmax,
+) -> torch.Tensor:
+    heads = (query.shape[1], cache[0].shape[1])
+    return paged_attention(query, cache, plan_attention(slots, lengths, new_tokens, heads, softmax.window), softmax)
 
 
 @pytest.mark.parametrize(("heads", "groups", "size", "value_size"), [(4, 2, 8, 8), (4, 1, 12, 8), (3, 3, 4, 4)])
@@ -72,7 +84,7 @@ def test_equals_attention_per_sequence(
     slots = torch.stack([torch.randperm(SLOTS)[:64] for _ in lengths])
     softmax = Softmax(0.3, window, torch.randn(heads) if has_sinks else None)
     arguments = (query, (keys, values), slots, lengths, new_tokens, softmax)
-    torch.testing.assert_close(paged_attention(*arguments), attention_per_sequence(*arguments), atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(planned_attention(*arguments), attention_per_sequence(*arguments), atol=2e-6, rtol=1e-5)
 
 
 def test_bfloat16_cache() -> None:
@@ -81,6 +93,6 @@ def test_bfloat16_cache() -> None:
     keys, values = (torch.randn(SLOTS, 2, 8, dtype=torch.bfloat16) for _ in range(2))
     slots = torch.stack([torch.randperm(SLOTS)[:64] for _ in range(3)])
     arguments = (query, (keys, values), slots, [64, 3, 20], [1, 1, 1], Softmax(0.3))
-    output = paged_attention(*arguments)
+    output = planned_attention(*arguments)
     assert output.dtype is torch.bfloat16
     torch.testing.assert_close(output, attention_per_sequence(*arguments), atol=2e-2, rtol=2e-2)

@@ -7,7 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_mp.platform.engine_layers import rms_norm_forward, rotary, routed_experts
+from grpo_mp.platform.engine_layers import (
+    rms_norm_forward,
+    rotary,
+    routed_experts,
+    share_products_among_threads,
+)
 
 CONFIG = SimpleNamespace(activation="silu", gemm1_alpha=None, apply_router_weight_on_input=False)
 TOLERANCE = {"atol": 2e-6, "rtol": 1e-5}
@@ -31,6 +36,26 @@ def experts_per_token(layer: SimpleNamespace, x: Tensor, weights: Tensor, ids: T
             total += weight * (layer.w2_weight[expert].double() @ (gate / (1 + (-gate).exp()) * up))
         rows.append(total)
     return torch.stack(rows).to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("rows", [0, 1, 7, 300])
+def test_products_of_several_threads(rows: int, transposed: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(rows)
+    a, b = (torch.randn(rows, 48) / 8).to(dtype), torch.randn(80, 48).to(dtype).t()
+    expected = (a.double() @ b.double()).to(dtype)
+    library = share_products_among_threads()
+    product = a @ (b if transposed else b.contiguous())
+    threads, tolerance = torch.get_num_threads(), TOLERANCE if dtype is torch.float32 else {"atol": 0.1, "rtol": 0.01}
+    try:
+        torch.set_num_threads(2)
+        shared = a @ (b if transposed else b.contiguous())
+    finally:
+        torch.set_num_threads(threads)
+        library._destroy()
+    torch.testing.assert_close(product, expected, **tolerance)
+    torch.testing.assert_close(shared, expected, **tolerance)
 
 
 @pytest.mark.parametrize(("tokens", "topk"), [(1, 2), (3, 1), (40, 4)])
