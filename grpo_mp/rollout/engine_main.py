@@ -22,10 +22,14 @@ def main() -> None:
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils import kill_process_tree
 
     load_plugins()
     gc.enable()
-    run_server(ServerArgs(**arguments))
+    try:
+        run_server(ServerArgs(**arguments))
+    finally:  # otherwise Python waits for the detokenizer for ever if the scheduler was killed during the start
+        kill_process_tree(os.getpid(), include_parent=False)
 
 
 if __name__ == "__main__":

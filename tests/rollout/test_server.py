@@ -19,7 +19,7 @@ from grpo_mp.models.tokenizer import load_tokenizer
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.engine_main import ARGUMENTS
 from grpo_mp.rollout.server import EngineProcess
-from grpo_mp.utils.errors import PhaseTimeout, UserError
+from grpo_mp.utils.errors import EngineError, PhaseTimeout, UserError
 from tests.engines import started_engine
 
 START_TIMEOUT_S = 300.0
@@ -122,6 +122,21 @@ def test_a_server_that_cannot_come_up_shows_why(make_spec: SpecFactory, tmp_path
         with pytest.raises(UserError, match=r"(?s)engine 3 \(rank 1, .*\) ended while starting.*engine_3.log.*no_such"):
             engine.wait_ready(START_TIMEOUT_S)
         wait_until_gone(engine._process.pid)
+
+
+@pytest.mark.slow
+def test_a_server_whose_scheduler_is_killed_while_starting_ends(make_spec: SpecFactory, tmp_path: Path) -> None:
+    """As by the kernel, or a fault in a kernel: SGLang's other processes still run then."""
+    with started_engine(make_spec(), tmp_path / "engine.log") as engine:
+        wait_until_server_runs(engine._process.pid)
+        deadline, schedulers = time.monotonic() + START_TIMEOUT_S, list[psutil.Process]()
+        while not schedulers:
+            assert time.monotonic() < deadline
+            processes = session_processes(engine._process.pid)
+            schedulers = [process for process in processes if process.name().startswith("sglang::sched")]
+        schedulers[0].kill()
+        with pytest.raises(EngineError, match=r"(?s)ended while starting.*scheduler died"):
+            engine.wait_ready(GONE_LIMIT_S)
 
 
 def test_a_server_that_is_late_is_a_timeout_and_stop_ends_it(make_spec: SpecFactory, tmp_path: Path) -> None:
