@@ -43,12 +43,21 @@ def runtime_folder(name: str = "libcudart.so.13") -> Path | None:
 
 
 def toolkit_folder(environment: Mapping[str, str], system: Path = SYSTEM_TOOLKIT) -> Path | None:
-    """Return the CUDA toolkit with which DeepGEMM, flashinfer and SGLang compile kernels; None if they find none."""
+    """Return the CUDA toolkit with which DeepGEMM, flashinfer and SGLang compile kernels; None if there is none.
+
+    The nvcc of the path may be a link or a script outside its toolkit, as /usr/bin/nvcc. Therefore a folder with the
+    runtime library goes first.
+    """
     if home := environment.get("CUDA_HOME") or environment.get("CUDA_PATH"):
         return Path(home)
-    if nvcc := shutil.which("nvcc", path=environment.get("PATH", "")):
-        return Path(nvcc).parents[1]
-    return system if system.is_dir() else None
+    nvcc = shutil.which("nvcc", path=environment.get("PATH", ""))
+    folders = [Path(nvcc).parents[1], Path(nvcc).resolve().parents[1]] if nvcc else []
+    folders += [system] * system.is_dir()
+    return next(filter(_has_runtime, folders), next(iter(folders), None))
+
+
+def _has_runtime(toolkit: Path) -> bool:
+    return any((toolkit / libraries / "libcudart.so").exists() for libraries in ("lib64", "lib"))
 
 
 def link_toolkit(packages: Path, folder: Path) -> Path:
@@ -78,11 +87,15 @@ def cuda_environment(environment: Mapping[str, str], system: Path = SYSTEM_TOOLK
     if folder:
         # SGLang preloads torch_memory_saver into its schedulers, which does not search pip's folders for libcudart.
         variables["LD_LIBRARY_PATH"] = _join(str(folder), environment.get("LD_LIBRARY_PATH"))
-    if folder and not toolkit_folder(environment, system) and (folder.parent / "bin" / "nvcc").is_file():
+    if environment.get("CUDA_HOME") or environment.get("CUDA_PATH"):
+        return variables
+    home = toolkit_folder(environment, system)
+    if folder and not (home and _has_runtime(home)) and (folder.parent / "bin" / "nvcc").is_file():
         # Compiled kernels are found again by the toolkit's path, so it must not change from start to start.
         name = hashlib.sha256(str(folder.parent).encode()).hexdigest()[:12]
-        variables["CUDA_HOME"] = str(link_toolkit(folder.parent, CACHE.expanduser() / f"cuda_{name}"))
-    return variables
+        home = link_toolkit(folder.parent, CACHE.expanduser() / f"cuda_{name}")
+    # Otherwise SGLang's compiler of kernels takes the folder above the first nvcc of the path.
+    return variables | ({"CUDA_HOME": str(home)} if home else {})
 
 
 def check_engine_libraries(environment: Mapping[str, str]) -> None:

@@ -74,6 +74,24 @@ def test_a_toolkit_is_made_of_links_where_pip_brought_the_compiler(site: Path, m
     assert (home / "lib64" / "libcudart.so").resolve() == packages / "lib" / RUNTIME
 
 
+def test_a_script_that_runs_the_compiler_does_not_hide_the_toolkit(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A toolkit with the runtime library is taken: the system's, or that of pip's packages."""
+    monkeypatch.setenv("HOME", str(site / "home"))
+    system, scripts = site / "cuda-13.0", {"PATH": str(site / "local" / "bin")}
+    (site / "local").mkdir()
+    make_executable(site / "local" / "bin" / "nvcc", f"exec {system}/bin/nvcc")
+    assert cuda_environment(scripts, system)["CUDA_HOME"] == str(site / "local")  # there is no other
+    make_executable(site / "nvidia" / "cu13" / "bin" / "nvcc", "true")
+    assert Path(cuda_environment(scripts, system)["CUDA_HOME"]).is_relative_to(site / "home")
+    (system / "lib64").mkdir(parents=True)
+    (system / "lib64" / "libcudart.so").touch()
+    assert cuda_environment(scripts, system)["CUDA_HOME"] == str(system)
+    make_executable(system / "bin" / "nvcc", "true")
+    (site / "local" / "bin" / "nvcc").unlink()
+    (site / "local" / "bin" / "nvcc").symlink_to(system / "bin" / "nvcc")
+    assert cuda_environment(scripts, site / "no_such_folder")["CUDA_HOME"] == str(system)
+
+
 def test_a_compiler_that_fails_is_refused_with_its_first_error(tmp_path: Path) -> None:
     environment = {"CUDA_HOME": str(tmp_path), "PATH": str(tmp_path / "bin")}
     with pytest.raises(UserError, match=r"^ninja was not found"):
