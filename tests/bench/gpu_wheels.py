@@ -4,6 +4,7 @@ Installs launch/requirements-gpu.txt into FOLDER/venv (10 GB, once; PYTHON312 na
 transformer-engine-torch, which has no wheel. Then, on Linux with gcc and no driver, it checks:
 
 - resolve: the loader finds the libraries of every shared object, in the environments of trainer and engine.
+- headers: the first command of launch/README.md installs the headers that TransformerEngine's extension needs.
 - start: a process with the engine's preload starts, and the nvcc of pip compiles a kernel.
 - imports: modules with CUDA kernels, and SGLang's scheduler, server and models, load as on an H100.
 - recipes: SGLang's own ServerArgs accept the engine arguments of every recipe.
@@ -38,6 +39,11 @@ MODULES = (
         f"sglang.srt.models.{name}"
         for name in ("deepseek_nextn", "glm4_moe", "qwen3_moe", "qwen3_5", "llama", "mixtral")
     ),
+)
+# That TransformerEngine's sources include, and that the headers of CUDA include in turn.
+BUILD_HEADERS = (
+    *("cuda_runtime.h", "cuda_fp16.h", "cuda_fp8.h", "cublasLt.h", "crt/host_defines.h", "nv/target"),
+    *("nccl.h", "cudnn.h", "torch/extension.h"),
 )
 FAILING = "int {name}() {{ return 100; }}\n"  # CUDA_ERROR_NO_DEVICE
 SILENT = "int {name}() {{ return 0; }}\n"
@@ -106,6 +112,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         checks: dict[str, Callable[[], list[str]]] = {
             "resolve": lambda: check_resolution(venv, packages, stubs),
+            "headers": lambda: run_inside(
+                venv, stubs / "driver", HEADERS, json.dumps([first_packages(), BUILD_HEADERS])
+            ),
             "start": lambda: run_inside(venv, stubs / "driver", START),
             "imports": lambda: run_inside(venv, stubs, IMPORTS, json.dumps(MODULES), answers=True),
             "recipes": lambda: run_inside(venv, stubs, RECIPES, recipe_arguments(Path(scratch)), answers=True),
@@ -189,6 +198,26 @@ from torch_memory_saver.utils import get_binary_path_from_package
 preload = get_binary_path_from_package("torch_memory_saver_hook_mode_preload")
 cuda_libraries.check_preload(cuda_libraries.Path(preload), environment)
 """
+HEADERS = """
+from importlib.metadata import distribution
+from packaging.requirements import Requirement
+chosen, headers = json.load(sys.stdin)
+found, waiting = {}, [Requirement(name) for name in chosen]
+while waiting:
+    requirement = waiting.pop()
+    key = requirement.name, *sorted(requirement.extras)
+    if key not in found:
+        package = distribution(requirement.name)
+        found[key] = [str(file) for file in package.files]
+        for required in map(Requirement, package.requires or ()):
+            if not required.marker or any(required.marker.evaluate({"extra": extra}) for extra in ("", *key[1:])):
+                waiting.append(required)
+def check(header):
+    places = [file for files in found.values() for file in files if file.endswith(f"/include/{header}")]
+    assert any(file.startswith(("nvidia/", "torch/")) for file in places), "no package has it"
+for header in headers:
+    run(header, lambda: check(header))
+"""
 IMPORTS = """
 import importlib, torch
 assert torch.cuda.is_available() and torch.empty(3, device="cuda").is_cuda
@@ -235,6 +264,13 @@ def run_inside(venv: Path, libraries: Path, program: str, data: str = "", answer
     )
     failures = [line for line in ended.stdout.splitlines() if line.startswith("FAILED")]
     return [*failures, *([ended.stderr.strip().splitlines()[-1]] if ended.returncode else [])]
+
+
+def first_packages() -> list[str]:
+    """Return the packages of the first `pip install` of launch/README.md, without versions."""
+    command = next(line for line in (ROOT / "launch/README.md").read_text().splitlines() if "/pip install" in line)
+    words = command.partition(" install ")[2].replace("-c launch/requirements-gpu.txt", "").split()
+    return [word.partition("==")[0] for word in words]
 
 
 def recipe_arguments(folder: Path) -> str:
