@@ -11,7 +11,7 @@ transformer-engine-torch, which has no wheel. Then, on Linux with gcc and no dri
 
 The first two use the unmodified CUDA runtime and a driver whose functions fail, the others a runtime that answers as
 eight H100s: its device memory is host memory, and kernels do nothing. The exit status is 1 if a check failed.
-Not reached: process groups, kernels, graphs, TransformerEngine's extension, and therefore the trainer's modules.
+Not reached: process groups, kernels, graphs, IPC, sleep, TransformerEngine's extension, and so the trainer's modules.
 """
 
 import json
