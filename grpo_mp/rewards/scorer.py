@@ -9,8 +9,6 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from transformers import TrainerState
-
 from grpo_mp.rewards.base import (
     REWARDS,
     STEP_REWARDS,
@@ -300,6 +298,8 @@ class Scorer:
             number = float(value)
             with self._lock:
                 self._stats.log(name, number)
+
+        from transformers import TrainerState  # imported here because it imports peft, where that is installed
 
         state = TrainerState(global_step=step, max_steps=self._max_steps)
         return call_arguments(
