@@ -24,6 +24,7 @@ MEANS = (  # metrics that are means over the response tokens
     "mismatch/correction_masked_ratio",
     "mismatch/off_policy_masked_ratio",
 )
+KEPT_MASS = "mismatch/mass_outside_kept"
 TOTALS = ("train/loss", "train/pg_loss", "mismatch/tokens_without_rollout_logprob")
 PROBABILITIES = ("engine_p", "policy_p", "engine_p2", "policy_p2", "both_p")
 DISTILL_MEANS = {
@@ -31,7 +32,8 @@ DISTILL_MEANS = {
     "distill/teacher_mass": "teacher_mass",
     "distill/student_mass": "policy_mass",
 }
-SUMS = (*MEANS, *TOTALS, *PROBABILITIES, *DISTILL_MEANS, "ratio2", "tokens", "kl", "kl_tokens", "topk_tokens")
+COUNTS = ("tokens", "kl_tokens", "topk_tokens", "kept_tokens")
+SUMS = (*MEANS, *TOTALS, *PROBABILITIES, *DISTILL_MEANS, *COUNTS, KEPT_MASS, "ratio2", "kl")
 MAXIMA = ("train/ratio/max", "mismatch/logprob_abs_diff/max", "distill/kl/max")
 MAX_SQUARED_LOG_RATIO = 300.0  # the squared ratio still fits into float64
 
@@ -70,6 +72,8 @@ def loss_report(
         "both_p": engine * policy,
         "ratio2": ratio.square(),
         "tokens": torch.ones_like(mask),
+        KEPT_MASS: torch.zeros_like(mask) if batch.kept_log_mass is None else -batch.kept_log_mass.double().expm1(),
+        "kept_tokens": torch.full_like(mask, batch.kept_log_mass is not None),
         "kl": kl,
         "kl_tokens": torch.full_like(mask, batch.reference_logprobs is not None),
     }
@@ -117,6 +121,7 @@ def compute_metrics(sums: dict[str, float]) -> dict[str, float]:
     distill = {name: sums[name] / sums["topk_tokens"] for name in DISTILL_MEANS} if sums["topk_tokens"] else {}
     return {
         **kl,
+        **({KEPT_MASS: sums[KEPT_MASS] / sums["kept_tokens"]} if sums["kept_tokens"] else {}),
         **(distill and distill | {"distill/kl/max": sums["distill/kl/max"]}),
         **{name: mean[name] for name in MEANS},
         **{name: sums[name] for name in (*TOTALS, "train/ratio/max", "mismatch/logprob_abs_diff/max")},

@@ -38,6 +38,7 @@ def pack(
     sequences = _lay_out_sequences(plan, align, pad_to)
     total = sum(sequence.length for sequence in sequences)
     topk = next((topk.k for i in plan.samples if (topk := samples[i].teacher_topk)), None)
+    kept = max((int(of_sample.counts.max()) for i in plan.samples if (of_sample := samples[i].kept)), default=0)
     batch = MicroBatch(
         tokens=torch.zeros(total, dtype=torch.int64),
         positions=torch.cat([torch.arange(sequence.length) + sequence.prompt.count for sequence in sequences]),
@@ -52,6 +53,7 @@ def pack(
         teacher_logprobs=torch.zeros(total) if any(samples[i].teacher_logprobs for i in plan.samples) else None,
         teacher_topk_ids=None if topk is None else torch.full((total, topk), NO_TOKEN, dtype=torch.int32),
         teacher_topk_logprobs=None if topk is None else torch.zeros(total, topk),
+        kept_ids=torch.full((total, kept), NO_TOKEN, dtype=torch.int32) if kept else None,
         prompt_rows=tuple(sequence.prompt for sequence in sequences) if plan.prompts else (),
     )
     for sequence in sequences:
@@ -142,6 +144,8 @@ def _write_sample(batch: MicroBatch, sequence: _Sequence, sample: Sample, prompt
     if batch.teacher_topk_ids is not None and batch.teacher_topk_logprobs is not None and sample.teacher_topk:
         batch.teacher_topk_ids[response] = torch.tensor(sample.teacher_topk.ids)
         batch.teacher_topk_logprobs[response] = torch.tensor(sample.teacher_topk.logprobs)
+    if batch.kept_ids is not None and sample.kept:
+        batch.kept_ids[response] = torch.from_numpy(sample.kept.padded(batch.kept_ids.shape[1]))
     return response
 
 

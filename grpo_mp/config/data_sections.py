@@ -14,6 +14,7 @@ from pydantic import (
 )
 
 from grpo_mp.config.registries import DATA_SOURCES, SAMPLE_FILTERS
+from grpo_mp.config.truncation import TopP
 from grpo_mp.utils.section import PathText, Section
 
 MAX_SAMPLES = 1024  # samples of a problem: the binomial coefficients of pass@k overflow float64 beyond
@@ -51,7 +52,9 @@ class EvalSetConfig(PromptSetConfig):
     temperature: float | None = Field(
         None, ge=0, description="sampling temperature; 0: greedy; null: rollout.temperature"
     )
-    top_p: float | None = Field(None, gt=0, le=1, description="mass of nucleus sampling; null: rollout.top_p")
+    top_p: TopP | None = Field(
+        None, description="mass of nucleus sampling, or limits by name, as in the rollout; null: rollout.top_p"
+    )
     max_response_tokens: int | None = Field(
         None, gt=0, description="maximum tokens of a response; null: rollout.max_response_tokens"
     )

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, field_validator, model_validator
 
 from grpo_mp.config.registries import LOGGERS, ROLLOUT_FUNCTIONS
+from grpo_mp.config.truncation import TopP, Truncation, truncation_of
 from grpo_mp.models.families import MODEL_FAMILIES
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.utils.section import Section
@@ -175,8 +176,10 @@ class RolloutConfig(Section):
     )
     max_response_tokens: int = Field(gt=0, description="maximum tokens of a response (TRL max_completion_length)")
     temperature: float = Field(1.0, ge=0.001, description="sampling temperature; logprobs in training use it, too")
-    top_p: float = Field(
-        1.0, gt=0, le=1, description="nucleus sampling; logprobs stay those of the full distribution, so keep 1"
+    top_p: TopP = Field(
+        1.0,
+        description="mass of nucleus sampling, or limits by name: {top_p: 0.95, top_k: 20, min_p: 0.05} (TRL, verl, "
+        "slime names). Logprobs are then of the kept tokens, at most 1024 of a position",
     )
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         (), description="texts that end a response, in addition to the model's end token"
@@ -235,6 +238,10 @@ class RolloutConfig(Section):
     def rollout_function(self) -> str | None:
         """Return the name of the function that rolls out episodes, or None if a rollout is a single answer."""
         return self.function or ("call_tools" if self.tools else None)
+
+    @property
+    def truncation(self) -> Truncation:
+        return truncation_of(self.top_p)
 
     @property
     def max_sequence_tokens(self) -> int:

@@ -16,6 +16,7 @@ from grpo_mp.config.sections import (
     SyncConfig,
 )
 from grpo_mp.config.trainer_settings import TrainerSettings
+from grpo_mp.config.truncation import MAX_KEPT
 from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.utils.errors import did_you_mean
 from grpo_mp.utils.section import Section
@@ -60,6 +61,7 @@ class Settings(TrainerSettings):
                 f"model.lora: kl.ref_update_mix={kl.ref_update_mix:g} would mix A and B, not what they add: set it to 1"
             )
         yield from self._replay_problems()
+        yield from self._truncation_problems()
         yield from self._timeout_problems()
         yield from self._critic_problems()
         yield from self._reward_problems()
@@ -80,6 +82,26 @@ class Settings(TrainerSettings):
             yield (
                 "training.router_replay=R3 replays the experts with which each token was sampled, and "
                 "sync.pause=retract has SGLang choose them anew at every update: set sync.pause=in_place"
+            )
+
+    def _truncation_problems(self) -> Iterator[str]:
+        truncation = self.rollout.truncation
+        if not truncation.is_active:
+            return
+        distillation, speculative = self.algorithm.distillation, self.engine.speculative.algorithm
+        if (truncation.top_k or 0) > MAX_KEPT:
+            yield f"rollout.top_p.top_k={truncation.top_k}: an engine returns at most {MAX_KEPT} kept tokens: lower it"
+        if truncation.min_p and self.engine.deterministic:
+            yield "rollout.top_p.min_p: SGLang draws no seeded samples by min_p: leave it out, or deterministic=false"
+        if speculative != "none":
+            yield (
+                "rollout.top_p truncates the distribution that is trained, and SGLang returns the kept tokens without "
+                "speculative decoding only: set rollout.top_p=1 or engine.speculative.algorithm=none"
+            )
+        if distillation and distillation.topk:
+            yield (
+                "rollout.top_p truncates the policy's distribution, and algorithm.distillation.topk compares the whole "
+                "one: set rollout.top_p=1 or distillation.topk=null"
             )
 
     def _timeout_problems(self) -> Iterator[str]:

@@ -103,9 +103,10 @@ def _forward(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
 
 
 def _labels(batch: MicroBatch) -> Tensor:
-    if batch.teacher_topk_ids is not None and torch.is_grad_enabled():
+    others = batch.kept_ids if batch.teacher_topk_ids is None or not torch.is_grad_enabled() else batch.teacher_topk_ids
+    if others is not None:
         after = batch.targets if batch.mtp_targets is None else batch.mtp_targets
-        return torch.cat([torch.stack([batch.targets, after]), batch.teacher_topk_ids.t().to(batch.targets.dtype)])
+        return torch.cat([torch.stack([batch.targets, after]), others.t().to(batch.targets.dtype)])
     return torch.stack([batch.targets] if batch.mtp_targets is None else [batch.targets, batch.mtp_targets])
 
 

@@ -27,6 +27,7 @@ from grpo_mp.policy.multi_token_prediction import MtpLoss
 from grpo_mp.policy.reference import Reference
 from grpo_mp.policy.routing_replay import ExpertLoad, RoutingReplay, check_router_replay
 from grpo_mp.policy.trained_model import TrainedModel, UpdateReport
+from grpo_mp.policy.vocab_parallel import within_kept
 from grpo_mp.policy.weights import clear_weights, load_hf
 from grpo_mp.utils.types import MicroBatch
 
@@ -91,7 +92,10 @@ class Policy(TrainedModel):
 
     def logprobs(self, microbatches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """Return logprobs and entropies, [2, T], of each micro-batch; an empty list on all but the last stage."""
-        return self._outputs(microbatches)
+        outputs = zip(self._outputs(microbatches), microbatches, strict=False)
+        return [
+            output if batch.kept_ids is None else within_kept(output, batch.kept_ids)[0] for output, batch in outputs
+        ]
 
     def record_routing(self, microbatches: Sequence[MicroBatch]) -> tuple[list[torch.Tensor], list[MicroBatch]]:
         """Return the result of `logprobs`, and the micro-batches with the experts that this rank's routers chose."""
@@ -130,7 +134,11 @@ class Policy(TrainedModel):
         def of_output(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Any]:
             if batch.teacher_topk_ids is not None:
                 batch = replace(batch, topk_logprobs=output[2 : 3 + batch.teacher_topk_ids.shape[1]])
-            value, report = loss(output[0], output[1], batch)
+            logprobs, entropy = output[:2]
+            if batch.kept_ids is not None:
+                (logprobs, entropy), log_mass = within_kept(output, batch.kept_ids)
+                batch = replace(batch, kept_log_mass=log_mass)
+            value, report = loss(logprobs, entropy, batch)
             if self.mtp_loss:
                 value = value + self.mtp_loss(output[-1], batch).to(value.dtype)
             return value, report

@@ -51,6 +51,26 @@ def token_logprobs(
     return result
 
 
+def within_kept(output: Tensor, kept_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return logprobs and entropies of the distribution over the kept tokens, [2, T], and the log of their mass [T].
+
+    `output`: rows of `token_logprobs` with `others` = `kept_ids` [T, k], the tokens that sampling kept, among them the
+    target; NO_TOKEN pads a row, and a row of padding keeps all tokens. With K the kept tokens: log p(t) - log p(K), and
+    -sum over K of q log q with q = p / p(K). The set is a constant, so the gradient is that of this distribution
+    (DeepSeek-V3.2, arXiv 2512.02556, section 3.1: keep sampling mask). The log mass has no gradient.
+    """
+    ids = kept_ids.to(output.device).t()
+    known = ids >= 0
+    keeps_all = ~known.any(0)
+    log_p = output[2 : 2 + len(ids)].double()
+    in_sum = log_p.masked_fill(~known, float("-inf"))
+    log_mass = in_sum.masked_fill(keeps_all, 0.0).logsumexp(0).where(~keeps_all, 0.0)
+    log_q = (log_p - log_mass).masked_fill(~known, 0.0)
+    entropy = -(log_q.exp() * log_q).sum(0)
+    rows = torch.stack([output[0] - log_mass, entropy.where(~keeps_all, output[1].double())])
+    return rows.to(output.dtype), log_mass.detach().to(output.dtype)
+
+
 def output_logits(hidden: Tensor, weight: Tensor, fp32_head: bool = True) -> Tensor:
     """Return the float32 logits [T, V] of hidden [T, H] and weight [V, H], without a backward pass.
 

@@ -12,10 +12,11 @@ from typing import Any
 import httpx
 
 from grpo_mp.config.sections import PauseMode
+from grpo_mp.config.truncation import MAX_KEPT, TopP, truncation_of
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.rollout.routed_experts import read_routed_experts
 from grpo_mp.utils.errors import EngineError, EngineTimeout, UserError
-from grpo_mp.utils.types import ExpertIds
+from grpo_mp.utils.types import ExpertIds, KeptTokens
 
 LOGGER = logging.getLogger(__name__)
 MESSAGE_CHARACTERS = 500
@@ -36,10 +37,11 @@ class SamplingParams:
 
     max_response_tokens: int
     temperature: float = 1.0
-    top_p: float = 1.0
+    top_p: TopP = 1.0  # as in the settings: a probability, or limits by name
     stop: tuple[str, ...] = ()  # stop strings; need an engine with a tokenizer
     ignore_eos: bool = False
     seeds: tuple[int, ...] = ()  # one seed for each response; (): the engine's own random generator
+    with_kept: bool = False  # also return the tokens that truncation kept, at most MAX_KEPT, and logprobs over them
 
     def up_to(self, tokens: int | None) -> "SamplingParams":
         """Return the parameters with the token limit lowered to `tokens`; None: unchanged."""
@@ -58,17 +60,28 @@ class SamplingParams:
         return replace(self, seeds=tuple(sampling_seed(seed, "unrecorded", number) for seed in self.seeds))
 
     def as_json(self, count: int) -> dict[str, Any] | list[dict[str, Any]]:
-        """Return SGLang's `sampling_params` for `count` responses to one prompt; with seeds, one item per response."""
-        if self.seeds:  # SGLang would give all `n` responses of a request the same seed
+        """Return SGLang's `sampling_params` for `count` responses to one prompt: if `is_split`, one item for each."""
+        if self.seeds:
             return [{"n": 1, "sampling_seed": seed, **self._shared()} for seed in self.seeds]
-        return {"n": count, **self._shared()}
+        return [{"n": 1, **self._shared()}] * count if self.is_split else {"n": count, **self._shared()}
+
+    @property
+    def is_split(self) -> bool:
+        """Return whether each response is an item of the request.
+
+        SGLang would give all `n` responses of an item the same seed, and it first computes their prompt by a request
+        for 0 tokens, which fails if it asks for kept tokens.
+        """
+        return bool(self.seeds) or self.with_kept
 
     def _shared(self) -> dict[str, Any]:
+        truncation = truncation_of(self.top_p)
         return {
             "max_new_tokens": self.max_response_tokens,
             "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": -1,
+            "top_p": truncation.top_p,
+            "top_k": truncation.top_k or (MAX_KEPT if self.with_kept else -1),
+            "min_p": truncation.min_p,
             "stop": list(self.stop) or None,
             "ignore_eos": self.ignore_eos,
         }
@@ -83,7 +96,8 @@ def sampling_seed(*parts: int | str) -> int:
 class EngineOutput:
     """One response of an engine.
 
-    `logprobs`: log_softmax(logits / temperature) of the tokens, over the full vocabulary, before top-p.
+    `logprobs`: log_softmax(logits / temperature) of the tokens, over the kept tokens with `SamplingParams.with_kept`,
+    else over the full vocabulary.
     """
 
     tokens: tuple[int, ...]
@@ -95,6 +109,7 @@ class EngineOutput:
     cached_tokens: int = 0  # number of prompt tokens found in the radix cache
     # Routed experts as in Sample; a continued response lacks the tokens that the request skips (`routed_tokens`).
     routed_experts: ExpertIds | None = field(default=None, compare=False, repr=False)
+    kept: KeptTokens | None = field(default=None, compare=False, repr=False)
 
     def has(self, tokens: int | None, step_tokens: int) -> bool:
         """Return whether the response is at most one decode step (`step_tokens`) short of `tokens`; False for None.
@@ -118,6 +133,7 @@ class EngineOutput:
             weight_versions=self.weight_versions[:kept],
             verify_steps=max(0, self.verify_steps - 1),
             routed_experts=None if experts is None else experts[: len(experts) - dropped],
+            kept=self.kept and self.kept.first(kept),
         )
 
 
@@ -158,9 +174,10 @@ class EngineClient:
         ends its responses in the engine within seconds.
         """
         body = {
-            "input_ids": [list(prompt_tokens)] * count if sampling.seeds else list(prompt_tokens),
+            "input_ids": [list(prompt_tokens)] * count if sampling.is_split else list(prompt_tokens),
             "sampling_params": sampling.as_json(count),
             "return_logprob": True,
+            "return_sampling_mask": sampling.with_kept,
             "return_routed_experts": routing is not None,
             "routed_experts_start_len": routed_tokens,
         }
@@ -315,15 +332,23 @@ class EngineClient:
         if list(tokens) != list(output["output_ids"]):
             raise self._error("/generate", "output_ids and output_token_logprobs name different tokens")
         reason, computed = (meta["finish_reason"] or {}).get("type"), prompt_tokens + len(tokens) - 1
+        logprobs, kept = [entry[0] for entry in pairs], None
+        if "output_token_sampling_mask" in meta:
+            logprobs = meta["output_token_sampling_logprobs"]
+            kept = KeptTokens.of(meta["output_token_sampling_mask"])
+            if not len(kept) == len(logprobs) == len(tokens):
+                message = f"returned the kept tokens of {len(kept)} positions for {len(tokens)} tokens"
+                raise self._error("/generate", message)
         return EngineOutput(
             tokens=tokens,
-            logprobs=tuple(math.nan if entry[0] is None else entry[0] for entry in pairs),
+            logprobs=tuple(math.nan if logprob is None else logprob for logprob in logprobs),
             weight_versions=token_versions(meta, len(tokens)),
             truncated=reason == "length",
             aborted=reason == "abort",
             verify_steps=meta.get("spec_verify_ct", 0),
             cached_tokens=meta.get("cached_tokens", 0),
             routed_experts=read_routed_experts(meta, computed, routing, routed_tokens) if routing else None,
+            kept=kept,
         )
 
     async def _post(self, path: str, body: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from pyarrow import parquet
 from grpo_mp.utils.errors import UserError, one_line
 from grpo_mp.utils.files import as_json, encodable, incomplete, sync_to_disk
 from grpo_mp.utils.reading import check_regular
-from grpo_mp.utils.types import ExpertIds, Message, Prompt, Sample, SampleGroup, TopLogprobs
+from grpo_mp.utils.types import ExpertIds, KeptTokens, Message, Prompt, Sample, SampleGroup, TopLogprobs
 
 FACTS = b"grpo_mp"  # key of the metadata in the file's footer
 TOKENS, NUMBERS = pa.list_(pa.int32()), pa.map_(pa.string(), pa.float64())
@@ -59,6 +59,8 @@ SCHEMA = pa.schema(
         "verify_steps": pa.int32(),
         "routed_experts": pa.large_binary(),
         "routed_experts_shape": pa.list_(pa.int32()),
+        "kept_ids": TOKENS,  # of truncated sampling, position after position; null: full distribution
+        "kept_counts": TOKENS,  # number of kept tokens at each position
     }
 )
 LISTS = ("prompt_tokens", "tokens", "generated", "rollout_logprobs", "weight_versions")
@@ -142,6 +144,8 @@ def _row_of(group: SampleGroup, sample: Sample, selected: bool) -> Row:
         "extra": as_json(sample.extra),
         "routed_experts": None if experts is None else experts.tobytes(),
         "routed_experts_shape": None if experts is None else experts.shape,
+        "kept_ids": sample.kept and sample.kept.ids,
+        "kept_counts": sample.kept and sample.kept.counts,
     }
 
 
@@ -176,6 +180,7 @@ def _sample(row: Row, part: int = 0) -> Sample:
         messages=tuple(messages),
         extra=json.loads(row["extra"]),
         routed_experts=experts_of(row["routed_experts"], row["routed_experts_shape"]),
+        kept=_kept(row.get("kept_ids"), row.get("kept_counts")),
         part=part,
     )
 
@@ -185,6 +190,10 @@ def _topk(ids: bytes | None, logprobs: bytes | None, tokens: int) -> TopLogprobs
         return None
     of_ids, of_logprobs = np.frombuffer(ids, np.int32), np.frombuffer(logprobs, np.float32)
     return TopLogprobs(of_ids.reshape(tokens, -1).copy(), of_logprobs.reshape(tokens, -1).copy())
+
+
+def _kept(ids: list[int] | None, counts: list[int] | None) -> KeptTokens | None:
+    return None if ids is None else KeptTokens(np.array(ids, np.int32), np.array(counts, np.int32))
 
 
 def experts_of(content: bytes | None, shape: list[int] | None) -> ExpertIds | None:

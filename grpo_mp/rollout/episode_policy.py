@@ -10,6 +10,7 @@ from itertools import chain, takewhile
 from typing import Any
 
 from grpo_mp.config.sections import EpisodeLimits
+from grpo_mp.config.truncation import truncation_of
 from grpo_mp.data import harmony
 from grpo_mp.data.template import ChatRenderer, answer_texts
 from grpo_mp.distributed.layout import ModelShape
@@ -106,8 +107,12 @@ class TokenSequence:
         """
         known = known_tokens(self.experts, self.has_turns)
         experts = None if turn.routed_experts is None else turn.routed_experts[known:]
-        steps = turn.verify_steps
-        segment = Segment(turn.tokens, True, turn.logprobs, turn.weight_versions, verify_steps=steps, turn=number)
+        segment = Segment(
+            *(turn.tokens, True, turn.logprobs, turn.weight_versions),
+            verify_steps=turn.verify_steps,
+            turn=number,
+            kept=turn.kept,
+        )
         return replace(
             self,
             segments=(*self.segments, segment),
@@ -141,7 +146,7 @@ class EpisodePolicy:
 
     @property
     def top_p(self) -> float:
-        return self.context.sampling.top_p
+        return truncation_of(self.context.sampling.top_p).top_p
 
     async def generate(
         self,
@@ -279,6 +284,7 @@ class EpisodePolicy:
             tool_calls=tuple(self._tool_calls(calls)),
             routed_experts=output.routed_experts,
             verify_steps=output.verify_steps,
+            kept=output.kept,
         )
 
     def _tool_calls(self, calls: Sequence[tuple[str, str]]) -> Iterator[ToolCall]:

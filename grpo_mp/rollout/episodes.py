@@ -19,7 +19,7 @@ from grpo_mp.rollout.episode_policy import EpisodeAbortedError, EpisodeContext, 
 from grpo_mp.rollout.protocol import Episode, EpisodeLimitError, RolloutFunction, Segment, Task
 from grpo_mp.rollout.tools import EpisodeTools, ToolKit, load_tools
 from grpo_mp.utils.errors import UserError, one_line
-from grpo_mp.utils.types import EpisodeState, ExpertIds, Message, Prompt, Sample, SampleGroup
+from grpo_mp.utils.types import EpisodeState, ExpertIds, KeptTokens, Message, Prompt, Sample, SampleGroup
 from grpo_mp.utils.user_code import without_exit
 
 LOGGER = logging.getLogger(__name__)
@@ -271,6 +271,7 @@ def _tokens_of(segments: Sequence[Segment], experts: ExpertIds | None, end_token
         "generated": tuple(segment.generated for segment in response for _ in segment.tokens),
         "step_rewards": tuple(rewards),
         "verify_steps": sum(segment.verify_steps for segment in response),
+        "kept": KeptTokens.joined([(segment.kept, len(segment.tokens)) for segment in response]),
         "routed_experts": experts if numbers else None,
     }
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from grpo_mp.rollout.client import EngineOutput
 from grpo_mp.rollout.routed_experts import joined_routed_experts
-from grpo_mp.utils.types import Prompt, Sample, SampleGroup
+from grpo_mp.utils.types import KeptTokens, Prompt, Sample, SampleGroup
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ def make_samples(
             weight_versions=output.weight_versions,
             truncated=output.truncated,
             routed_experts=output.routed_experts,
+            kept=output.kept,
             verify_steps=output.verify_steps,
             text=text,
         )
@@ -98,4 +99,5 @@ def joined(output: EngineOutput, more: EngineOutput) -> EngineOutput:
         routed_experts=joined_routed_experts(
             *(output.routed_experts, more.routed_experts, len(output.tokens), len(more.tokens))
         ),
+        kept=KeptTokens.joined([(one.kept, len(one.tokens)) for one in (output, more)]),
     )

@@ -9,7 +9,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:  # tool workers import this module, which therefore must not import torch
-    from grpo_mp.utils.types import EpisodeState, ExpertIds, Message, Prompt
+    from grpo_mp.utils.types import EpisodeState, ExpertIds, KeptTokens, Message, Prompt
 
 
 class EpisodeLimitError(Exception):
@@ -79,6 +79,7 @@ class Segment:
     reward: float | None = None
     verify_steps: int = 0  # number of verify steps of speculative decoding; 0: no speculation
     turn: int = field(default=0, compare=False)  # number of the turn in the episode, from 1; orders step rewards
+    kept: KeptTokens | None = field(default=None, compare=False, repr=False)  # with truncated sampling
 
     def __post_init__(self) -> None:
         length = len(self.tokens) if self.generated else 0
@@ -99,6 +100,7 @@ class Turn:
     tool_calls: tuple[ToolCall, ...] = ()
     routed_experts: ExpertIds | None = field(default=None, compare=False, repr=False)  # of the whole sequence so far
     verify_steps: int = 0  # as in Segment
+    kept: KeptTokens | None = field(default=None, compare=False, repr=False)  # as in Segment
 
     @property
     def message(self) -> Message:

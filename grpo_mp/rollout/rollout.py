@@ -232,7 +232,7 @@ class Rollout:
         prompts were done.
         """
         overrides = eval_set.model_dump(include={"max_response_tokens", "temperature", "top_p"})
-        sampling = replace(rollout_sampling(self._config), **overrides)
+        sampling = replace(rollout_sampling(self._config), **overrides, with_kept=False)
         scorer = self._scorer.for_evaluation(sampling.max_response_tokens)
         counts = list[RewardStats]()
         task = RolloutTask(
@@ -277,7 +277,8 @@ class Rollout:
 
 def rollout_sampling(rollout: RolloutConfig) -> SamplingParams:
     """Return the sampling parameters of training rollouts."""
-    return SamplingParams(rollout.max_response_tokens, rollout.temperature, rollout.top_p, rollout.stop)
+    limits = (rollout.max_response_tokens, rollout.temperature, rollout.top_p, rollout.stop)
+    return SamplingParams(*limits, with_kept=rollout.truncation.is_active)
 
 
 def rollout_seed(run_seed: int, engine: EngineConfig, prompts: str) -> int | None:

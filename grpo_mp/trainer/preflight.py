@@ -218,11 +218,6 @@ def data_warnings(train: DataSet[Item], evals: Mapping[str, DataSet[Item]]) -> I
 def start_warnings(algorithm: AlgorithmConfig, rollout: RolloutConfig, fp8: bool) -> list[str]:
     """Return warnings if the samples' distribution is not what the loss assumes. `fp8`: engines compute in FP8."""
     warnings = list[str]()
-    if rollout.top_p < 1:
-        warnings.append(
-            f"rollout.top_p={rollout.top_p:g} cuts tokens off the distribution that is trained: they lose probability "
-            "at every step, whatever the reward: set rollout.top_p=1 (data.eval.NAME.top_p may be lower)"
-        )
     if algorithm.rollout_correction.kind != "none" or algorithm.old_logprobs != "recomputed":
         return warnings
     remedy = "set algorithm.rollout_correction={kind: truncate, high: 2.0}"

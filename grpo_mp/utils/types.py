@@ -49,6 +49,43 @@ class TopLogprobs:
 
 
 @dataclass(frozen=True)
+class KeptTokens:
+    """Tokens that truncated sampling kept at each position of a response, the sampled one among them.
+
+    A position with 0 tokens was sampled from the full distribution, or was given.
+    """
+
+    ids: npt.NDArray[np.int32]  # [sum of counts], position after position
+    counts: npt.NDArray[np.int32]  # [tokens]
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    @classmethod
+    def of(cls, positions: Sequence[Sequence[int]]) -> KeptTokens:
+        """Return the kept tokens of `positions`, one list of ids for each."""
+        ids = np.fromiter((token for kept in positions for token in kept), np.int32)
+        return cls(ids, np.array([len(kept) for kept in positions], np.int32))
+
+    @classmethod
+    def joined(cls, parts: Sequence[tuple[KeptTokens | None, int]]) -> KeptTokens | None:
+        """Concatenate the kept tokens of parts of a response, each with its number of tokens; None without any."""
+        known = [kept for kept, _ in parts if kept]
+        counts = [kept.counts if kept else np.zeros(tokens, np.int32) for kept, tokens in parts]
+        return cls(np.concatenate([kept.ids for kept in known]), np.concatenate(counts)) if known else None
+
+    def first(self, tokens: int) -> KeptTokens:
+        counts = self.counts[:tokens]
+        return KeptTokens(self.ids[: counts.sum()], counts)
+
+    def padded(self, width: int) -> npt.NDArray[np.int32]:
+        """Return the ids as a table [tokens, width], with NO_TOKEN behind those of a position."""
+        table = np.full((len(self), width), NO_TOKEN, np.int32)
+        table[np.arange(width) < self.counts[:, None]] = self.ids
+        return table
+
+
+@dataclass(frozen=True)
 class Prompt:
     """A prompt, rendered by the chat template and tokenized."""
 
@@ -97,6 +134,8 @@ class Sample:
     # Experts that the engine chose, [total tokens - 1, MoE layers, top-k]: the engine does not compute the last token.
     # None: not requested, or not returned by the engine.
     routed_experts: ExpertIds | None = field(default=None, compare=False, repr=False)
+    # With truncated sampling, the kept tokens of each token: `rollout_logprobs` are of the distribution over them.
+    kept: KeptTokens | None = field(default=None, compare=False, repr=False)
     earlier: tuple[Sample, ...] = ()  # earlier sequences, oldest first; only their tokens and step rewards are used
     part: int = 0  # number of an earlier sequence, from 1 on; 0: the last or only sequence
 
@@ -104,7 +143,7 @@ class Sample:
         if not self.tokens:
             raise ValueError(f"sample {self.group_id}/{self.index} has no tokens")
         per_token: list[Any] = [self.rollout_logprobs, self.weight_versions]
-        per_token += filter(None, (self.generated, self.teacher_logprobs))
+        per_token += filter(None, (self.generated, self.teacher_logprobs, self.kept))
         if self.teacher_topk:
             per_token += [self.teacher_topk.ids, self.teacher_topk.logprobs]
         if {*map(len, per_token)} != {len(self.tokens)}:
@@ -256,6 +295,11 @@ class MicroBatch:
     # Set within a loss: the policy's logprobs of these k tokens and, last, of all other tokens together, float32
     # [k + 1, T], with gradient.
     topk_logprobs: torch.Tensor | None = None
+    # With truncated sampling: the tokens kept when each target was sampled, int32 [T, k] with NO_TOKEN as padding; a
+    # row of padding keeps all. All logprobs of the micro-batch are over the kept tokens.
+    kept_ids: torch.Tensor | None = None
+    # Set within a loss: log of the policy's probability of the kept tokens, float32, without gradient.
+    kept_log_mass: torch.Tensor | None = None
     # With a critic: value of the state before each target, float32, and its regression target, float64.
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None

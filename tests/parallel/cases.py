@@ -344,7 +344,7 @@ ALL = [
     *each(CRITIC, ["critic"], "critic"),
     Case("qwen3_moe", "tp2_ep2", ("critic",), "critic_sharing", SHARE),
     *resumed("critic_resumed", "critic_resumed"),
-    *each(DISTILLED, ["distilled"], "distilled"),
+    *each(DISTILLED, ["distilled", "truncated"], "distilled"),
     *BREAKING,
     *DRIFTED,
     *resumed("resumed", "resumed"),

@@ -1,8 +1,9 @@
-"""What is measured of distillation from a teacher's top k in a layout, as in measures.py."""
+"""What is measured of logprobs of several tokens of a position in a layout: a teacher's top k, truncated sampling."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from grpo_mp.distributed.process_groups import sum_over_context
 from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.trainer.logprobs import compute_logprobs
 from grpo_mp.trainer.metrics import reduce_report
-from grpo_mp.utils.types import NO_TOKEN, Sample, TopLogprobs
+from grpo_mp.utils.types import NO_TOKEN, KeptTokens, Sample, TopLogprobs
 from tests.algorithms.objective import loss_of
 from tests.assembly import assembly_of
 from tests.parallel.cases import SMALL
@@ -36,15 +37,37 @@ def teacher_topk(sample: Sample, vocabulary: int) -> TopLogprobs:
     return TopLogprobs(ids, logprobs)
 
 
+def kept_tokens(sample: Sample, vocabulary: int) -> KeptTokens:
+    """Random tokens beside the sampled one, from none to half of the vocabulary; every fifth position keeps all."""
+    generator = np.random.default_rng((sample.group_id, sample.index, 7))
+
+    def kept(position: int, token: int) -> list[int]:
+        others = generator.permutation(vocabulary)[: generator.integers(vocabulary // 2)]
+        return [] if position % 5 == 4 else [*(others[others != token]).tolist(), token]
+
+    return KeptTokens.of([kept(position, token) for position, token in enumerate(sample.tokens)])
+
+
 def distilled(bench: Bench) -> Result:
     """Gradient, loss and metrics of one update, by the teacher alone, through all between groups and loss."""
+    vocabulary = bench.policy.hf.int("vocab_size")
+    samples = [replace(one, teacher_topk=teacher_topk(one, vocabulary)) for one in bench.given.samples]
+    return _one_update(bench, samples, {"distillation": DISTILLATION})
+
+
+def truncated(bench: Bench) -> Result:
+    """As `distilled`, the first of two passes by GRPO with an entropy bonus, over the kept tokens."""
+    vocabulary = bench.policy.hf.int("vocab_size")
+    samples = [replace(one, kept=kept_tokens(one, vocabulary)) for one in bench.given.samples]
+    return _one_update(bench, samples, {"entropy": {"coef": COEF}}, epochs=2)
+
+
+def _one_update(bench: Bench, samples: Sequence[Sample], parts: dict[str, Any], epochs: int = 1) -> Result:
     policy, parallel = bench.policy, bench.parallel
-    vocabulary, given = policy.hf.int("vocab_size"), bench.given
-    samples = [replace(one, teacher_topk=teacher_topk(one, vocabulary)) for one in given.samples]
-    groups = _groups(bench, [samples[i] for i in given.first_update])
+    groups = _groups(bench, [samples[i] for i in bench.given.first_update])
     infos = all_gather_sample_info(groups, parallel.cpu_group)
-    algorithm = AlgorithmConfig.model_validate({"distillation": DISTILLATION})
-    training = bench.settings.training.model_copy(update={"updates_per_step": 1})
+    algorithm = AlgorithmConfig.model_validate(parts)
+    training = bench.settings.training.model_copy(update={"updates_per_step": 1, "epochs": epochs})
     settings = bench.settings.model_copy(update={"algorithm": algorithm, "training": training})
     assembly = assembly_of(settings, parallel, SMALL["hidden_size"])
     batch = assemble_step_batch(groups, infos, 1, assembly)
@@ -57,4 +80,4 @@ def distilled(bench: Bench) -> Result:
     }
 
 
-DISTILL_MEASURES: dict[str, Callable[[Bench], Result]] = {"distilled": distilled}
+DISTILL_MEASURES: dict[str, Callable[[Bench], Result]] = {"distilled": distilled, "truncated": truncated}

@@ -1,4 +1,4 @@
-"""The loss over a teacher's top k: one rank against the formula in transformers, every layout against one rank."""
+"""Losses over several tokens of a position: one rank against formulas in transformers, layouts against one rank."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tests.parallel.cases import CASES, DISTILLED, Case, cases_with
 from tests.parallel.conftest import Outcomes
-from tests.parallel.distill_measures import COEF, teacher_topk
+from tests.parallel.distill_measures import COEF, kept_tokens, teacher_topk
 from tests.parallel.expected import Expected, _load, _logits, file_gradients
 from tests.parallel.full_model import Tensors, exceeding, relative_errors
 from tests.parallel.inputs import TEMPERATURE
@@ -46,22 +46,60 @@ def written_out(expected: Expected) -> tuple[Tensors, dict[str, float]]:
     }
 
 
-def gradient(case: Case, outcomes: Outcomes) -> Tensors:
-    return outcomes.family_gradient(case, "", "distilled")
+def truncated_by_hand(expected: Expected) -> tuple[Tensors, dict[str, float]]:
+    """The gradient of GRPO with an entropy bonus over the kept tokens in float64, where old and new policy agree."""
+    model, given = _load(expected.folder), expected.given
+    losses, entropies, outside = list[Tensor](), list[Tensor](), list[Tensor]()
+    samples = [given.samples[i] for i in given.first_update]
+    for sample in samples:
+        logits = _logits(model, sample).double()[len(sample.prompt_tokens) - 1 : -1] / TEMPERATURE
+        kept = kept_tokens(sample, logits.shape[1])
+        rows = kept.padded(logits.shape[1]).tolist()
+        mask = torch.tensor([[i in row or max(row) < 0 for i in range(logits.shape[1])] for row in rows])
+        outside.append((logits.softmax(-1) * ~mask).sum(1))
+        log_q = logits.masked_fill(~mask, -1e6).log_softmax(-1)
+        entropies.append(-(log_q.exp() * log_q).sum(1))
+        own = log_q.gather(1, torch.tensor(sample.tokens)[:, None])[:, 0]
+        rewards = torch.tensor([one.reward for one in samples if one.group_id == sample.group_id], dtype=torch.float64)
+        advantage = (sample.reward - rewards.mean()) / (rewards.std() + 1e-4)
+        losses.append(-advantage * (own - own.detach()).exp().mean())
+    entropy = torch.cat(entropies).mean()
+    loss = torch.stack(losses).mean() - COEF * entropy
+    loss.backward()
+    return file_gradients(model) | expected.mtp_gradient, {
+        "train/loss": float(loss.detach()),
+        "train/ppo_kl": 0.0,
+        "train/entropy": float(entropy.detach()),
+        "mismatch/mass_outside_kept": float(torch.cat(outside).mean().detach()),
+    }
 
 
-@pytest.mark.parametrize("case", [CASES[f"{model}-one-distilled"] for model in DISTILLED], ids=lambda case: case.name)
-def test_loss_metrics_and_gradient_of_one_rank_are_those_written_out(case: Case, outcomes: Outcomes) -> None:
-    expected, metrics = written_out(outcomes.models[case.model].expected)
-    (rank,) = outcomes.by_rank(case, "distilled")
-    assert {name: rank["metrics"][name] for name in metrics} == pytest.approx(metrics, rel=BOUND)
-    assert not exceeding(relative_errors(gradient(case, outcomes), expected), BOUND)
+MEASURED = {"distilled": written_out, "truncated": truncated_by_hand}
+one_rank = pytest.mark.parametrize(
+    "case", [CASES[f"{model}-one-distilled"] for model in DISTILLED], ids=lambda case: case.name
+)
 
 
+def gradient(case: Case, outcomes: Outcomes, measure: str) -> Tensors:
+    return outcomes.family_gradient(case, "", measure)
+
+
+@pytest.mark.parametrize("measure", MEASURED)
+@one_rank
+def test_loss_metrics_and_gradient_of_one_rank_are_those_written_out(
+    case: Case, outcomes: Outcomes, measure: str
+) -> None:
+    expected, metrics = MEASURED[measure](outcomes.models[case.model].expected)
+    (rank,) = outcomes.by_rank(case, measure)
+    assert {name: rank["metrics"][name] for name in metrics} == pytest.approx(metrics, rel=BOUND, abs=1e-6)
+    assert not exceeding(relative_errors(gradient(case, outcomes, measure), expected), BOUND)
+
+
+@pytest.mark.parametrize("measure", MEASURED)
 @pytest.mark.parametrize("case", cases_with("distilled"), ids=lambda case: case.name)
-def test_every_layout_is_as_one_rank(case: Case, outcomes: Outcomes) -> None:
+def test_every_layout_is_as_one_rank(case: Case, outcomes: Outcomes, measure: str) -> None:
     one = CASES[f"{case.model}-one-distilled"]
-    (of_one,) = outcomes.by_rank(one, "distilled")
-    for rank in outcomes.by_rank(case, "distilled"):
+    (of_one,) = outcomes.by_rank(one, measure)
+    for rank in outcomes.by_rank(case, measure):
         assert rank["metrics"] == pytest.approx(of_one["metrics"], rel=1e-4, abs=1e-6)
-    assert not exceeding(relative_errors(gradient(case, outcomes), gradient(one, outcomes)), BOUND)
+    assert not exceeding(relative_errors(gradient(case, outcomes, measure), gradient(one, outcomes, measure)), BOUND)

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from grpo_mp.policy.vocab_parallel import Head, VocabularyShard, token_logprobs
-from grpo_mp.utils.types import LEAST_LOGPROB
+from grpo_mp.policy.vocab_parallel import Head, VocabularyShard, token_logprobs, within_kept
+from grpo_mp.utils.types import LEAST_LOGPROB, NO_TOKEN
 
 # Bounds of float32 rounding (Higham, Accuracy and Stability of Numerical Algorithms, 2002, ch. 2-4): an operation has
 # relative error at most U, exp and log 2 U, a sum of n terms n U of the sum of their absolute values.
@@ -208,6 +208,34 @@ def test_other_tokens_and_all_the_rest_against_log_softmax(scale: float, count: 
         torch.testing.assert_close(tensor.double(), expected_tensor, rtol=2e-4, atol=2e-4 * scale)
     assert found[0][-1].min() < (-20 if scale > 1 else 0)
     assert not found[2][vocabulary:].any()
+
+
+def test_logprobs_over_kept_tokens_against_a_masked_log_softmax() -> None:
+    """The kept tokens of each row with its target, from 1 to all 13 of them; a row of padding keeps all."""
+    vocabulary, padding, temperature = 13, 2, 0.7
+    case = random_case(14, 6, vocabulary, padding, scale=2.0)
+    generator = torch.Generator().manual_seed(3)
+    kept = torch.full((14, vocabulary), NO_TOKEN, dtype=torch.int32)
+    for row in range(1, 14):
+        others = torch.randperm(vocabulary, generator=generator)
+        chosen = [int(case.targets[row]), *others[others != case.targets[row]][: row - 1].tolist()]
+        kept[row, :row] = torch.tensor(chosen)[torch.randperm(row, generator=generator)]
+    hidden, weight = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
+    shard = VocabularyShard(Head(temperature, 5, vocabulary))
+    found, log_mass = within_kept(token_logprobs(hidden, weight, case.targets, shard, kept), kept)
+    gradients = torch.autograd.grad(found, (hidden, weight), case.cotangent)
+
+    exact_hidden, exact_weight = case.hidden.double().requires_grad_(), case.weight.double().requires_grad_()
+    logits = exact_hidden @ exact_weight[:vocabulary].t() / temperature
+    mask = torch.tensor([[not row or token in kept[row].tolist() for token in range(vocabulary)] for row in range(14)])
+    logprobs = logits.masked_fill(~mask, -1e6).log_softmax(-1)
+    own = logprobs.gather(1, case.targets[:, None])[:, 0]
+    expected = torch.stack([own, -(logprobs.exp() * logprobs).sum(1)])
+    exact = torch.autograd.grad(expected, (exact_hidden, exact_weight), case.cotangent.double())
+    for tensor, expected_tensor in zip((found.detach(), *gradients), (expected.detach(), *exact), strict=True):
+        torch.testing.assert_close(tensor.double(), expected_tensor, rtol=2e-5, atol=2e-5)
+    mass = (logits.softmax(-1) * mask).sum(1)
+    torch.testing.assert_close(log_mass.double().exp(), mass.detach(), rtol=0, atol=1e-6)
 
 
 class LargestTensor(TorchDispatchMode):

@@ -14,11 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from grpo_mp.config.truncation import TopP, truncation_of
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
 from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.rollout.shared_memory import LOADER, TensorSpec, export_to_host
 from grpo_mp.utils.errors import EngineError, PhaseTimeout, UserError
+from grpo_mp.utils.types import NO_TOKEN
 from grpo_mp.weight_sync.transport import serialize
 from tests.http_server import JsonServer, Reply
 
@@ -62,6 +64,33 @@ def test_logprobs_are_of_the_scaled_untruncated_distribution(
     sampling = SamplingParams(16, temperature, top_p, ignore_eos=True)
     group = ask(lambda client: client.generate(PROMPT, sampling, 6))
     assert greatest_difference(group, lambda t: expected_logprobs(model_folder, t, temperature)) < TOLERANCE
+
+
+TRUNCATED = [{"top_p": 0.9, "top_k": 20, "min_p": 0.05}, {"top_k": 3}, {"min_p": 0.3}, 0.5]
+
+
+@pytest.mark.parametrize("top_p", TRUNCATED)
+def test_kept_tokens_and_logprobs_over_them_are_those_of_the_rule(
+    ask: Ask, model_folder: Path, expected_logprobs: Logprobs, top_p: TopP
+) -> None:
+    """At most k tokens, until those before have the mass p, at least a share min_p of the most likely; in float64."""
+    sampling = SamplingParams(16, 0.6, top_p, ignore_eos=True, with_kept=True)
+    limits, worst, sizes = truncation_of(top_p), 0.0, set[int]()
+    for response in ask(lambda client: client.generate(PROMPT, sampling, 6)):
+        tables = expected_logprobs(model_folder, [*PROMPT, *response.tokens], 0.6)[len(PROMPT) - 1 : -1].double().exp()
+        kept = response.kept.padded(int(response.kept.counts.max()))
+        for p, token, logprob, ids in zip(tables, response.tokens, response.logprobs, kept, strict=True):
+            ordered = p.sort(descending=True)
+            inside = ordered.values.cumsum(0) - ordered.values <= limits.top_p
+            inside &= torch.arange(len(p)) < (limits.top_k or len(p))
+            inside &= ordered.values >= limits.min_p * ordered.values[0]
+            expected = set(ordered.indices[inside].tolist())
+            assert token in expected
+            assert {*ids.tolist()} - {NO_TOKEN} == expected
+            worst = max(worst, abs(float((p[token] / ordered.values[inside].sum()).log()) - logprob))
+            sizes.add(len(expected))
+    assert worst < 1e-5
+    assert max(sizes) < len(p)  # tokens were cut off
 
 
 def test_a_group_shares_its_prompt_and_differs_in_its_responses(ask: Ask) -> None:

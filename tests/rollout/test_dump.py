@@ -9,7 +9,7 @@ from pyarrow.parquet import ParquetFile
 
 from grpo_mp.rollout.dump import read_facts, read_groups, write_groups
 from grpo_mp.utils.errors import UserError
-from grpo_mp.utils.types import Prompt, Sample, SampleGroup, TopLogprobs
+from grpo_mp.utils.types import NO_TOKEN, KeptTokens, Prompt, Sample, SampleGroup, TopLogprobs
 
 PROMPT = Prompt(7, "How much?", (1, 2), "3")
 LOGPROB = float(np.float32(-0.1))
@@ -75,6 +75,15 @@ def test_a_teachers_top_k_comes_back_bit_for_bit(tmp_path: Path) -> None:
     for ours, theirs in ((read.ids, topk.ids), (read.logprobs, topk.logprobs)):
         assert ours.dtype == theirs.dtype
         assert np.array_equal(ours, theirs)
+
+
+def test_kept_tokens_come_back(tmp_path: Path) -> None:
+    kept = KeptTokens.of([[3, 7, 5], []])
+    write_groups(tmp_path / "x", [SampleGroup(PROMPT, (replace(PLAIN, kept=kept), replace(PLAIN, index=1)))], {}, "")
+    ((group, _),) = read_groups(tmp_path / "x")
+    assert group.samples[1].kept is None
+    assert group.samples[0].kept is not None
+    assert group.samples[0].kept.padded(3).tolist() == [[3, 7, 5], [NO_TOKEN] * 3]
 
 
 def test_a_damaged_page_is_refused(tmp_path: Path) -> None:

@@ -9,8 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
+from grpo_mp.config.truncation import TopP
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
 from grpo_mp.rollout.groups import PausedGroup
 from grpo_mp.rollout.worker import RolloutTask, RolloutWorker
@@ -20,12 +22,12 @@ PROMPT = Prompt(0, "", (5, 6, 7, 8, 9, 10, 11, 12))
 SAMPLES, MAX_TOKENS, TOLERANCE = 256, 24, 1e-4
 
 
-async def generate(client: EngineClient) -> tuple[SampleGroup, list[EngineOutput]]:
+async def generate(client: EngineClient, sampling: SamplingParams) -> tuple[SampleGroup, list[EngineOutput]]:
     """Return a group that was broken off many times, and what the engine said of what was not finished."""
     tokenizer: Any = SimpleNamespace(get_added_vocab=dict, batch_decode=lambda tokens, **_: [""] * len(tokens))
     scorer: Any = None
     worker = RolloutWorker(client, scorer, tokenizer, 60.0, lambda error: None)
-    task = RolloutTask(lambda _: PROMPT, SAMPLES, 0, 1, SamplingParams(MAX_TOKENS))
+    task = RolloutTask(lambda _: PROMPT, SAMPLES, 0, 1, sampling)
     aborted, parse, rng = list[EngineOutput](), client._parse_output, random.Random(0)
 
     def recording(*arguments: Any) -> EngineOutput:
@@ -46,13 +48,16 @@ async def generate(client: EngineClient) -> tuple[SampleGroup, list[EngineOutput
     return group, aborted
 
 
+@pytest.mark.parametrize("kept", [None, 8])
 def test_responses_that_were_paused_end_where_they_should(
-    ask: Callable[..., Any], model_folder: Path, expected_logprobs: Callable[..., torch.Tensor]
+    ask: Callable[..., Any], model_folder: Path, expected_logprobs: Callable[..., torch.Tensor], kept: int | None
 ) -> None:
+    top_p: TopP = {"top_k": kept} if kept else 1.0
+    sampling = SamplingParams(MAX_TOKENS, top_p=top_p, with_kept=kept is not None)
     end = json.loads((model_folder / "config.json").read_text())["eos_token_id"]
     # The engine breaks off responses that have just got their end token, or their last token: one in a few hundred.
     for _ in range(20):
-        group, aborted = ask(generate)
+        group, aborted = ask(lambda client: generate(client, sampling))
         if any(output.tokens[-1:] == (end,) or len(output.tokens) == MAX_TOKENS for output in aborted):
             break
     else:
@@ -66,4 +71,7 @@ def test_responses_that_were_paused_end_where_they_should(
     for sample in group.samples[::32]:
         table = expected_logprobs(model_folder, [*PROMPT.tokens, *sample.tokens])[len(PROMPT.tokens) - 1 : -1]
         reference = table.gather(1, torch.tensor(sample.tokens)[:, None])[:, 0]
+        if kept:
+            assert sample.kept.counts.tolist() == [kept] * len(sample.tokens)
+            reference -= table.gather(1, torch.from_numpy(sample.kept.padded(kept)).long()).logsumexp(1)
         assert (reference - torch.tensor(sample.rollout_logprobs)).abs().max() < TOLERANCE

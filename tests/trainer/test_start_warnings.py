@@ -21,7 +21,6 @@ def settings_of(algorithm: Any = "grpo", **sections: dict[str, Any]) -> Settings
     [
         (settings_of(), True, "engines compute in FP8"),
         (settings_of(rollout={"max_staleness": 1}), False, "rollout.max_staleness=1 trains on tokens of older weights"),
-        (settings_of(rollout={"top_p": 0.7}), False, "rollout.top_p=0.7 cuts tokens off the distribution"),
         (settings_of(), False, ""),
         (settings_of(CORRECTED), True, ""),
         (settings_of({"old_logprobs": "engine"}), True, ""),  # ratios to the engine correct for it
