@@ -104,6 +104,8 @@ def _clipped(terms: TokenTerms, ratio: Tensor, algorithm: AlgorithmConfig) -> di
     is_dual = torch.zeros_like(low)
     if clip.dual_clip is not None and entry.has_dual_clip:
         is_dual = (ratio > clip.dual_clip) & (is_negative | is_positive)
+    if entry.covariance == "random" and terms.high_covariance is not None:
+        is_dual = is_dual | terms.high_covariance
     has_clip = torch.full_like(low, "clip" in entry.reads)
     return {
         "train/pg_clipfrac": (low | high | is_dual) & has_clip,

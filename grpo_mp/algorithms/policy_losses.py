@@ -14,6 +14,7 @@ from grpo_mp.utils.types import MicroBatch
 # Published constants: for a positive advantage, for a negative one.
 SAPO_TEMPERATURES = (1.0, 1.05)
 VESPO_K, VESPO_LAMBDA = (2.0, 3.0), (3.0, 2.0)
+COV_SHARE, COV_BOUNDS, COV_KL = 2e-4, (1.0, 5.0), 1.0  # of Clip-Cov and KL-Cov, as in verl
 EPS = 1e-8
 Reduce = Callable[[Tensor], Tensor]  # sums a tensor over the ranks that hold parts of the same sequences
 
@@ -75,6 +76,7 @@ class TokenTerms:
     advantages: Tensor
     correction: Tensor  # rollout correction: importance weights old / rollout, limited
     sequences: Sequences
+    high_covariance: Tensor | None = None  # bool: tokens that Clip-Cov or KL-Cov selected; None: another loss
 
 
 class PolicyLoss(Protocol):
@@ -191,6 +193,73 @@ def _inside_trust_region(terms: TokenTerms, algorithm: AlgorithmConfig, kind: Li
     limit = algorithm.clip.dual_clip if algorithm.clip.dual_clip is not None else torch.inf
     ratio = terms.log_ratio.detach().exp().clamp(max=limit)
     return -ratio * terms.advantages * terms.new * within_divergence(terms, algorithm, kind)
+
+
+@dataclass(frozen=True)
+class CovarianceLimits:
+    """Tokens of an update with a high covariance c = (A - mean of A) (log pi_old - mean of log pi_old).
+
+    Entropy Mechanism, arXiv 2505.22617, eq. 9: a token's share of the change of entropy. The means are over the tokens
+    of the update. Clip-Cov (`random`) takes COV_SHARE of the tokens at random where c is within COV_BOUNDS, KL-Cov
+    (`largest`) those with the largest c; at least one token. Ties at the limit are all taken.
+    """
+
+    kind: Literal["random", "largest"]
+    mean_advantage: float
+    mean_logprob: float
+    limit: float  # largest number drawn, or least covariance, of the selected tokens
+
+    @staticmethod
+    def of(
+        kind: Literal["random", "largest"], advantages: Tensor, logprobs: Tensor, draws: Tensor
+    ) -> "CovarianceLimits":
+        """Return the limits for all tokens of an update, float64 [N] each. `draws`: a random number of each token."""
+        means = float(advantages.mean()), float(logprobs.mean())
+        c = (advantages - means[0]) * (logprobs - means[1])
+        count = max(1, int(COV_SHARE * len(c)))
+        if kind == "largest":
+            return CovarianceLimits(kind, *means, limit=float(c.topk(count).values[-1]))
+        eligible = draws[(c > COV_BOUNDS[0]) & (c < COV_BOUNDS[1])].sort().values
+        limit = float(eligible[:count][-1]) if len(eligible) else -1.0
+        return CovarianceLimits(kind, *means, limit=limit)
+
+    def select(self, advantages: Tensor, logprobs: Tensor, draws: Tensor) -> Tensor:
+        """Return which tokens are selected, bool [T], of float64 [T] each."""
+        c = (advantages - self.mean_advantage) * (logprobs - self.mean_logprob)
+        if self.kind == "largest":
+            return c >= self.limit
+        return (c > COV_BOUNDS[0]) & (c < COV_BOUNDS[1]) & (draws <= self.limit)
+
+
+def token_draws(batch: MicroBatch) -> Tensor:
+    """Return a number in [0, 1) for each token, float64 [T]: a hash of its sequence's index and its position there.
+
+    It is the same in each layout.
+    """
+    ids = torch.tensor([*batch.sample_ids, 0])[batch.sequence_index.clamp(min=0)]
+    state = ids * 0x9E3779B1 + batch.positions * 0x85EBCA77
+    for factor in (0x2C1B3C6D, 0x297A2D39):  # of a 32-bit hash; products stay below 2^63
+        state = ((state ^ (state >> 15)) & 0xFFFFFFFF) * factor & 0xFFFFFFFF
+    return (state ^ (state >> 15)).double() / 2**32
+
+
+def clip_cov(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
+    """Compute `ppo_clip`, and 0 for the tokens that CovarianceLimits selects at random, [T] -> [T] (Clip-Cov, eq. 11).
+
+    arXiv 2505.22617. The tokens are selected once for an update, from the old policy's logprobs.
+    """
+    assert terms.high_covariance is not None
+    return ppo_clip(terms, algorithm).where(~terms.high_covariance, 0.0)
+
+
+def kl_cov(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
+    """Compute -r A, plus COV_KL |log r| for tokens of the largest covariance, [T] -> [T] (KL-Cov, eq. 13).
+
+    arXiv 2505.22617; |log r| as in the published code. The tokens are selected as in `clip_cov`.
+    """
+    assert terms.high_covariance is not None
+    penalty = COV_KL * terms.log_ratio.abs()
+    return policy_gradient(terms, algorithm) + penalty.where(terms.high_covariance, 0.0)
 
 
 def policy_gradient(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:

@@ -19,6 +19,7 @@ class PolicyLossEntry(LazyEntry):
     has_dual_clip: bool = False  # limits ratios by `clip.dual_clip`
     token_advantages: bool = True  # each token has its own advantage; False: a sequence has their mean
     divergence: Literal["tv", "kl"] | None = None  # what `clip` limits; None: ratios
+    covariance: Literal["random", "largest"] | None = None  # which tokens of high covariance it treats apart
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ POLICY_LOSSES: Registry[Any] = Registry(
         ),
         "dppo_tv": PolicyLossEntry(LOSS_MODULE + "dppo_tv", reads=("clip",), token_ratios=True, divergence="tv"),
         "dppo_kl": PolicyLossEntry(LOSS_MODULE + "dppo_kl", reads=("clip",), token_ratios=True, divergence="kl"),
+        "clip_cov": PolicyLossEntry(LOSS_MODULE + "clip_cov", reads=("clip",), has_dual_clip=True, covariance="random"),
+        "kl_cov": PolicyLossEntry(LOSS_MODULE + "kl_cov", covariance="largest"),
         "unclipped": PolicyLossEntry(LOSS_MODULE + "policy_gradient"),
     },
     parameters=("terms", "algorithm"),

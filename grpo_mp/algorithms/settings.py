@@ -291,9 +291,9 @@ class AlgorithmConfig(Section):
         """Return whether a step computes the policy's logprobs before the first of its `updates`.
 
         Several updates or a KL in the reward need them, unless `old_logprobs: engine` takes the engine's. The entropy
-        mask always needs this forward, because engines return no entropies.
+        mask always needs this forward, because engines return no entropies, and so do covariances.
         """
-        if self.entropy.top_quantile < 1:
+        if self.entropy.top_quantile < 1 or policy_loss_entry(self.policy_loss).covariance:
             return True
         kl_in_reward = self.kl.coef > 0 and self.kl.apply_to == "reward"
         return self.old_logprobs == "recomputed" and (updates > 1 or kl_in_reward)

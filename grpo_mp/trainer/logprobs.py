@@ -2,10 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from grpo_mp.algorithms.policy_losses import CovarianceLimits, token_draws
+from grpo_mp.algorithms.registries import policy_loss_entry
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.batching.step_batch import (
     StepBatch,
@@ -56,11 +60,36 @@ def compute_logprobs(
         updates = with_kl_in_reward(updates, batch, algorithm=algorithm, kl_coef=kl_coef, parallel=parallel)
     if algorithm.advantage.whiten:
         updates = whiten(updates, parallel)
-    return with_distillation(updates, algorithm.distillation) if algorithm.distillation else updates
+    if algorithm.distillation:
+        updates = with_distillation(updates, algorithm.distillation)
+    kind = policy_loss_entry(algorithm.policy_loss).covariance
+    return [with_covariances(update, kind, parallel) for update in updates] if kind else updates
 
 
 def _reference_logprobs(policy: Policy, batches: Sequence[MicroBatch]) -> list[Tensor]:
     return policy.logprobs([replace(batch, routed_experts=None) for batch in batches])
+
+
+def with_covariances(
+    update: Sequence[MicroBatch], kind: Literal["random", "largest"], parallel: Parallel
+) -> list[MicroBatch]:
+    """Mark the tokens of high covariance in the whole update, whatever its micro-batches, see CovarianceLimits."""
+
+    def inputs(batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor] | None:
+        old = batch.old_logprobs
+        return None if old is None else (batch.advantages, old.double().cpu(), token_draws(batch))
+
+    of_batches = [(batch, values) for batch in update if (values := inputs(batch))]
+    local = [torch.stack(values)[:, batch.in_loss] for batch, values in of_batches]
+    own = torch.cat(local, 1) if parallel.is_reporting_rank and local else torch.empty(3, 0, dtype=torch.float64)
+    tokens = torch.cat([torch.from_numpy(part) for part in all_gather(own.numpy(), parallel.cpu_group)], 1)
+    if not tokens.shape[1]:  # no sample is in the loss
+        return [replace(batch, high_covariance=torch.zeros_like(batch.in_loss)) for batch in update]
+    limits = CovarianceLimits.of(kind, advantages=tokens[0], logprobs=tokens[1], draws=tokens[2])
+    return [
+        replace(batch, high_covariance=limits.select(*of_batch) if (of_batch := inputs(batch)) else None)
+        for batch in update
+    ]
 
 
 def with_old_logprobs(

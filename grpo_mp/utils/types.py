@@ -307,6 +307,9 @@ class MicroBatch:
     prompt_rows: tuple[RowRange, ...] = ()  # per sequence, the rows of its shared prompt; (): no prompt is shared
     entropy_floor: float = -math.inf  # [nats]; tokens with a lower entropy are masked out of the loss
     entropy_weight: float = 0.0  # 1 / number of tokens in the update over which the entropy bonus is averaged
+    # Tokens that the policy loss treats apart, by their covariance within the update (Clip-Cov, KL-Cov), bool; None: no
+    # such loss.
+    high_covariance: torch.Tensor | None = None
     # Targets of the multi-token-prediction layer: the token after `targets`, int64; its weight in the loss of the
     # update, float64; its rollout logprob, float32.
     mtp_targets: torch.Tensor | None = None

@@ -147,6 +147,11 @@ def _policy_loss(new: Tensor, old: Tensor, correction: Tensor, advantage: float,
         bounds = torch.clamp(ratio, max(low, 1e-300), high)
         smaller = torch.min(ratio**sign, bounds**sign) ** sign
         return -(smaller.log().mean().exp()) * advantage * torch.ones_like(new)
+    if algorithm.policy_loss == "clip_cov":
+        smaller = torch.min(ratio * advantage, torch.clamp(ratio, low, high) * advantage)
+        return -torch.where(torch.from_numpy(high_covariance(len(new))), 0.0, smaller)
+    if algorithm.policy_loss == "kl_cov":
+        return -ratio * advantage + (new - old).abs() * torch.from_numpy(high_covariance(len(new)))
     if algorithm.policy_loss.startswith("dppo"):
         p, q = new.detach().exp(), old.exp()
         if algorithm.policy_loss == "dppo_tv":
@@ -162,6 +167,11 @@ def _policy_loss(new: Tensor, old: Tensor, correction: Tensor, advantage: float,
         w = torch.clamp(log_w, math.log(1e-8), 20).exp()
         return -(w**k * torch.exp(rate * (1 - w))) * advantage * new
     return -ratio * advantage
+
+
+def high_covariance(tokens: int) -> NDArray[np.bool_]:
+    """Say which tokens of a sample Clip-Cov and KL-Cov have selected."""
+    return np.arange(tokens) % 3 == 1
 
 
 def _ratio(new: Tensor, old: Tensor, algorithm: AlgorithmConfig) -> Tensor:
@@ -279,7 +289,10 @@ def to_microbatches(
     batches = [pack(samples, advantages, weights, plan, align=4) for plan in plans]
     with_logprobs = [
         replace(
-            batch, old_logprobs=_pack(update.old, batch, 0.0), reference_logprobs=_pack(update.reference, batch, 0.0)
+            batch,
+            old_logprobs=_pack(update.old, batch, 0.0),
+            reference_logprobs=_pack(update.reference, batch, 0.0),
+            high_covariance=_pack([high_covariance(n).astype(np.float32) for n in update.lengths], batch, 0.0).bool(),
         )
         for batch in batches
     ]

@@ -3,23 +3,25 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 
+from grpo_mp.algorithms import policy_losses
 from grpo_mp.algorithms.losses import off_policy_mask
 from grpo_mp.algorithms.policy_losses import Sequences
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.algorithms.values import LOSS_SUMS, RETURN_SUMS, make_value_loss, return_sums
 from grpo_mp.batching.microbatches import plan_microbatches
-from grpo_mp.batching.packing import pack
+from grpo_mp.batching.packing import gather_responses, pack
 from grpo_mp.batching.step_batch import is_masked, whiten
 from grpo_mp.config import Settings
 from grpo_mp.distributed.process_groups import Parallel
-from grpo_mp.trainer.logprobs import with_old_logprobs
+from grpo_mp.trainer.logprobs import with_covariances, with_old_logprobs
 from grpo_mp.utils.types import MicroBatch, Sample, SampleInfo
-from tests.algorithms.objective import loss_of
+from tests.algorithms.objective import draw_update, loss_of, to_microbatches
 from tests.minimal_settings import MINIMAL_SETTINGS
 
 LENGTHS, ADVANTAGES, WEIGHTS = (4, 3, 20), (1.0, -1.0, 50.0), (0.25, 0.25, 0.0)  # the last is left out
@@ -93,6 +95,38 @@ def test_a_response_that_drifted_is_left_out_as_a_whole() -> None:
     of_sequence = [kept[(batch.sequence_index == i) & batch.mask.bool()] for i in range(3)]
     by_sample = dict(zip(batch.sample_ids, (values.tolist() for values in of_sequence), strict=True))
     assert (by_sample[0], by_sample[1]) == ([0.0] * 4, [1.0] * 3)
+
+
+@pytest.mark.parametrize("kind", ["random", "largest"])
+@pytest.mark.parametrize("max_tokens", [40, 10_000])
+def test_tokens_of_high_covariance_are_those_of_the_whole_update(
+    parallel: Parallel, kind: Literal["random", "largest"], max_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As verl has them within a micro-batch: the largest covariances, or a few of those between two bounds."""
+    monkeypatch.setattr(policy_losses, "COV_SHARE", 0.1)
+    update = draw_update((9, 30, 17, 24, 3), (0, 0, 1, 1, 1), seed=4)
+    advantages = [0.3, -2.0, 1.5, -0.7, 2.0]
+    batches, _ = to_microbatches(update, AlgorithmConfig(), max_tokens, advantages)
+    marked = with_covariances(batches, kind, parallel)
+    found = {
+        i: values.tolist()
+        for batch in marked
+        for i, values in zip(batch.sample_ids, gather_responses(batch.high_covariance, batch), strict=True)
+    }
+    a = np.repeat(advantages, update.lengths)
+    old = np.concatenate(update.old).astype(np.float64)
+    c = (a - a.mean()) * (old - old.mean())
+    selected = np.concatenate([found[i] for i in range(5)])
+    if kind == "largest":
+        assert selected.tolist() == [index in np.argsort(c)[-8:] for index in range(83)]
+    else:
+        assert 8 < ((c > 1) & (c < 5)).sum() < 83
+        assert selected.sum() == 8
+        assert ((c > 1) & (c < 5))[selected].all()
+    (whole,), _ = to_microbatches(update, AlgorithmConfig(), 10_000, advantages)
+    (again,) = with_covariances([whole], kind, parallel)
+    of_samples = zip(again.sample_ids, gather_responses(again.high_covariance, again), strict=True)
+    assert {i: values.tolist() for i, values in of_samples} == found
 
 
 @pytest.mark.parametrize("weights", [WEIGHTS, (0.0, 0.0, 0.0)])
