@@ -88,12 +88,12 @@ class Settings(TrainerSettings):
         truncation = self.rollout.truncation
         if not truncation.is_active:
             return
-        distillation, speculative = self.algorithm.distillation, self.engine.speculative.algorithm
+        distillation = self.algorithm.distillation
         if (truncation.top_k or 0) > MAX_KEPT:
             yield f"rollout.top_p.top_k={truncation.top_k}: an engine returns at most {MAX_KEPT} kept tokens: lower it"
         if truncation.min_p and self.engine.deterministic:
             yield "rollout.top_p.min_p: SGLang draws no seeded samples by min_p: leave it out, or deterministic=false"
-        if speculative != "none":
+        if self.engine.speculative.algorithm != "none":
             yield (
                 "rollout.top_p truncates the distribution that is trained, and SGLang returns the kept tokens without "
                 "speculative decoding only: set rollout.top_p=1 or engine.speculative.algorithm=none"
