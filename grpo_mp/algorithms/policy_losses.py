@@ -199,9 +199,9 @@ def _inside_trust_region(terms: TokenTerms, algorithm: AlgorithmConfig, kind: Li
 class CovarianceLimits:
     """Tokens of an update with a high covariance c = (A - mean of A) (log pi_old - mean of log pi_old).
 
-    Entropy Mechanism, arXiv 2505.22617, eq. 9: a token's share of the change of entropy. The means are over the tokens
-    of the update. Clip-Cov (`random`) takes COV_SHARE of the tokens at random where c is within COV_BOUNDS, KL-Cov
-    (`largest`) those with the largest c; at least one token. Ties at the limit are all taken.
+    Cui et al., The entropy mechanism, arXiv 2505.22617. The means are over the tokens of the update. Clip-Cov
+    (`random`) takes COV_SHARE of the tokens at random where c is within COV_BOUNDS, KL-Cov (`largest`) those with the
+    largest c; at least one token. Ties at the limit are all taken.
     """
 
     kind: Literal["random", "largest"]
@@ -244,7 +244,7 @@ def token_draws(batch: MicroBatch) -> Tensor:
 
 
 def clip_cov(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
-    """Compute `ppo_clip`, and 0 for the tokens that CovarianceLimits selects at random, [T] -> [T] (Clip-Cov, eq. 11).
+    """Compute `ppo_clip`, and 0 for the tokens that CovarianceLimits selects at random, [T] -> [T].
 
     arXiv 2505.22617. The tokens are selected once for an update, from the old policy's logprobs.
     """
@@ -253,7 +253,7 @@ def clip_cov(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
 
 
 def kl_cov(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
-    """Compute -r A, plus COV_KL |log r| for tokens of the largest covariance, [T] -> [T] (KL-Cov, eq. 13).
+    """Compute -r A, plus COV_KL |log r| for tokens of the largest covariance, [T] -> [T].
 
     arXiv 2505.22617; |log r| as in the published code. The tokens are selected as in `clip_cov`.
     """
