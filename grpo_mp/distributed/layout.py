@@ -64,6 +64,8 @@ class ModelShape:
     moe_ffn_hidden_size: int  # of one routed expert
     shared_expert_size: int  # of all shared experts together
     linear: LinearShape | None = None
+    window_layers: int = 0  # layers of attention with a sliding window
+    window_tokens: int = 0  # keys of a query there, its own included
 
     @property
     def num_layers(self) -> int:
@@ -76,6 +78,15 @@ class ModelShape:
     @property
     def num_moe_layers(self) -> int:
         return sum(self.is_moe_layer)
+
+    def attended_tokens(self, length: float) -> float:
+        """Return twice the mean number of keys of a query in a sequence of `length`, summed over attention layers.
+
+        Causal attention has length / 2 of them, with a window w < length w - w^2 / (2 length).
+        """
+        window = min(self.window_tokens, length)
+        windowed = window * (2 - window / length) if window else 0.0
+        return (self.num_attention_layers - self.window_layers) * length + self.window_layers * windowed
 
     @property
     def ffn_widths(self) -> tuple[int, ...]:
@@ -106,6 +117,8 @@ def model_shape(hf: HfConfig) -> ModelShape:
         moe_ffn_hidden_size=config.get("moe_ffn_hidden_size") or 0,
         shared_expert_size=config.get("moe_shared_expert_intermediate_size") or 0,
         linear=_linear_shape(config),
+        window_layers=sum(config.get("window_attn_skip_freq") or ()),
+        window_tokens=config["window_size"][0] + 1 if config.get("window_size") else 0,
     )
 
 

@@ -162,7 +162,7 @@ FAMILIES = {
         minimax_m2.rules,
         minimax_m2.rotary,
         norms_over_heads=True,
-        models="MiniMax-M2, M2.5",
+        models="MiniMax-M2, M2.1, M2.5, M2.7",
         rejected="training layers that predict ahead, which are not published",
     ),
     "hy_v3": Family(

@@ -16,6 +16,7 @@ from grpo_mp.rollout.engine_layout import read_argument
 from grpo_mp.utils.errors import UserError
 
 STATES_TO_KV_CACHE = 0.9  # memory of states of linear attention by that of the KV cache (mamba_full_memory_ratio)
+WINDOW_TO_FULL_TOKENS = 0.8  # tokens in the pool of layers with a sliding window (swa_full_tokens_ratio)
 STATE_SLOTS = 3  # that SGLang counts for a running sequence and its cached prefixes
 CONVOLUTION_BYTES = 2  # of an input of a convolution: SGLang keeps them in bfloat16
 WEIGHT_FILES = ("*.safetensors", "*.bin")
@@ -25,7 +26,8 @@ WEIGHT_FILES = ("*.safetensors", "*.bin")
 class EngineMemory:
     """Bytes of an engine on one GPU; `kv_cache_tokens` is the capacity of the whole engine [tokens].
 
-    `bytes_per_token` excludes the draft layer, whose cache has the same number of tokens.
+    `bytes_per_token` excludes the draft layer, whose cache has the same number of tokens. Layers with a sliding window
+    have a pool of their own, of fewer tokens: their share counts as SGLang sizes it.
     """
 
     weights: float = 0.0
@@ -37,6 +39,7 @@ class EngineMemory:
     cuda_graphs: float = 0.0
     communication: float = 0.0
     bytes_per_token: float = 1.0
+    layer_token_bytes: float = 1.0  # of one token in one layer
     kv_cache_tokens: int = 0
 
 
@@ -51,14 +54,16 @@ def engine_memory(job: PlannedJob) -> EngineMemory:
     caches, model = max(0.0, fraction * job.cluster.gpu_bytes - weights - draft_weights), job.model
     # Per GPU. A latent cache is replicated on every GPU of a replica.
     kv_heads = max(1, model.num_kv_heads / job.engine_parallelism.attention_tensor)
-    elements = model.num_attention_layers * (model.mla_cache_dim or 2 * kv_heads * model.qk_head_dim)
+    elements = model.mla_cache_dim or 2 * kv_heads * model.qk_head_dim
     in_fp8 = "fp8" in str(args.get("kv_cache_dtype"))
-    bytes_per_token = elements * (1 if in_fp8 else DTYPE_BYTES[job.settings.model.dtype])
+    layer_token_bytes = elements * (1 if in_fp8 else DTYPE_BYTES[job.settings.model.dtype])
+    cached_layers = model.num_attention_layers - model.window_layers * (1 - _window_pool_ratio(args))
+    bytes_per_token = layer_token_bytes * cached_layers
     # SGLang sizes both caches together: the draft layer caches the same number of tokens in one layer.
     draft_layers = int(job.settings.engine.speculative.drafts_by_mtp)
     states, state_sequences = state_pool(job, caches)
     caches = max(0.0, caches - states)
-    draft_kv_cache = caches * draft_layers / (model.num_attention_layers + draft_layers)
+    draft_kv_cache = caches * draft_layers / (cached_layers + draft_layers)
     deepep = OVERHEADS.deepep_buffers if args.get("moe_a2a_backend") == "deepep" else 0.0
     return EngineMemory(
         weights=weights,
@@ -70,8 +75,20 @@ def engine_memory(job: PlannedJob) -> EngineMemory:
         cuda_graphs=0.0 if args.get("disable_cuda_graph") else _graph_bytes(job),
         communication=OVERHEADS.engine_nccl + deepep,
         bytes_per_token=bytes_per_token,
+        layer_token_bytes=layer_token_bytes,
         kv_cache_tokens=int((caches - draft_kv_cache) / bytes_per_token) * job.engine_parallelism.replicas,
     )
+
+
+def _window_pool_ratio(args: Mapping[str, Any]) -> float:
+    """Return the tokens in the pool of layers with a sliding window by those in the pool of the others.
+
+    As SGLang's HybridSWAPoolConfigurator. Without a radix cache and with a limit of running requests, it makes the
+    first pool as large as these requests need; this is not counted.
+    """
+    if args.get("disable_hybrid_swa_memory"):
+        return 1.0
+    return read_argument(args, "swa_full_tokens_ratio", WINDOW_TO_FULL_TOKENS)
 
 
 def _graph_bytes(job: PlannedJob) -> float:

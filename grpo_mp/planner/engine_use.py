@@ -5,7 +5,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import ceil
+from math import ceil, inf
 from random import Random
 from statistics import fmean
 
@@ -96,7 +96,10 @@ def generation_use(job: PlannedJob, engine: EngineMemory) -> ResourceUse:
     responses = job.responses(samples)
     steps = tuple(ceil(length / accepted) for length in responses)
     rollout = simulate_rollout(steps, int(running_sequences(job, engine)))
-    cached_tokens = sum(job.prompt_tokens * length + length**2 / 2 for length in responses)
+    # Tokens that decode steps read, summed over steps and layers.
+    windowed = model.window_layers * sum(cached_tokens(job.prompt_tokens, n, model.window_tokens) for n in responses)
+    full_layers = model.num_attention_layers - model.window_layers
+    cached = windowed + full_layers * sum(cached_tokens(job.prompt_tokens, length) for length in responses)
     tokens = samples * job.mean_response_tokens * config.verified_tokens / accepted / parallelism.gpus
     # 3 bytes per element: tokens are dispatched in FP8 and combined in bfloat16.
     all_to_all = model.experts_per_token * model.hidden_size * 3 * model.num_moe_layers * tokens
@@ -108,7 +111,7 @@ def generation_use(job: PlannedJob, engine: EngineMemory) -> ResourceUse:
         # Decode attention is counted in device_bytes: its kernels overlap products with reading the cache.
         flops=tokens * forward_flops_per_token(model, job.hf, 0),
         device_bytes=_weight_bytes(job, engine, rollout)
-        + _attention_bytes(job, engine, cached_tokens / accepted)
+        + _attention_bytes(job, engine, cached / accepted)
         + state_traffic,
         nvlink_bytes=all_reduce * (parallelism.attention_tensor > 1)
         + all_to_all * (1 - to_other_nodes) * (parallelism.expert > 1),
@@ -120,6 +123,12 @@ def generation_use(job: PlannedJob, engine: EngineMemory) -> ResourceUse:
     prompt_tokens = samples / job.settings.rollout.group_size * job.prompt_tokens
     flops = decoding.flops + prefill_flops(job, prompt_tokens)
     return replace(decoding, flops=0.0, fp8_flops=flops) if job.engine_uses_fp8 else replace(decoding, flops=flops)
+
+
+def cached_tokens(prompt: int, response: int, window: float = inf) -> float:
+    """Return the tokens that the decode steps of a response read in one layer: min(context, window) in each step."""
+    growing = min(max(0.0, window - prompt), response)
+    return prompt * growing + growing**2 / 2 + (window * (response - growing) if growing < response else 0.0)
 
 
 def prefill_flops(job: PlannedJob, tokens: float) -> float:
@@ -150,8 +159,8 @@ def _weight_bytes(job: PlannedJob, engine: EngineMemory, rollout: Rollout) -> fl
     return rollout.decode_steps * engine.weights * (1 - routed_share * unused)
 
 
-def _attention_bytes(job: PlannedJob, engine: EngineMemory, cached_tokens: float) -> float:
-    """Return the bytes of KV cache that one GPU reads in all decode steps.
+def _attention_bytes(job: PlannedJob, engine: EngineMemory, cached: float) -> float:
+    """Return the bytes of KV cache that one GPU reads in all decode steps. `cached`: tokens, summed over layers.
 
     Where the attention products take longer than reading, return as many bytes as could be read in that time. This
     happens with latent attention, where all heads of the GPU use the same cache elements.
@@ -161,11 +170,11 @@ def _attention_bytes(job: PlannedJob, engine: EngineMemory, cached_tokens: float
     parallelism = job.engine_parallelism
     width = 2 * model.mla_cache_dim if model.mla_cache_dim else model.qk_head_dim + model.v_head_dim
     heads = max(1.0, model.num_heads / parallelism.attention_tensor)
-    flops = 2 * model.num_attention_layers * heads * width
+    flops = 2 * heads * width
     matmul_bytes_per_flop = (cluster.device_memory_gb_s * GIGA * cluster.achievable.device_memory) / (
         cluster.bf16_tflops * TERA * cluster.achievable.matmul
     )
-    return cached_tokens / parallelism.replicas * max(engine.bytes_per_token, flops * matmul_bytes_per_flop)
+    return cached / parallelism.replicas * max(engine.layer_token_bytes, flops * matmul_bytes_per_flop)
 
 
 SYNC_REQUESTS = 4  # begin and end the update, empty the cache, set the version

@@ -68,7 +68,7 @@ def forward_flops_per_token(model: ModelShape, hf: HfConfig, context_tokens: flo
 
     `context_tokens`: length of the token's sequence, averaged over tokens.
     """
-    attention = model.num_attention_layers * model.num_heads * (model.qk_head_dim + model.v_head_dim) * context_tokens
+    attention = model.num_heads * (model.qk_head_dim + model.v_head_dim) * model.attended_tokens(context_tokens)
     return 2.0 * active_parameters(model, hf) + attention + _linear_attention_flops(model)
 
 
@@ -165,8 +165,8 @@ def _passes_of_an_epoch(job: PlannedJob, products: ResourceUse) -> ResourceUse:
     ahead = mtp_flops_per_token(model, job.hf, job.attention_context)
     ahead += learns_ahead * waiting_flops_per_token(model, job.settings.layout) / max(1, model.num_moe_layers)
     use += (products + ResourceUse(flops=ahead * tokens)).scaled(3 + recomputes)
-    attention_layers = model.num_attention_layers + learns_ahead
-    use += ResourceUse(flops=attention_layers * model.num_heads * model.qk_head_dim * job.attention_context * tokens)
+    attended = model.attended_tokens(job.attention_context) + learns_ahead * job.attention_context
+    use += ResourceUse(flops=model.num_heads * model.qk_head_dim * attended * tokens)
     if job.settings.model.lora:  # the frozen weights have no weight gradients
         use += ResourceUse(flops=-2.0 * active_parameters(job.model, job.hf) * tokens)
     return use

@@ -255,6 +255,7 @@ SHARING = {  # models of every kind of rotary embedding, latent or not
     "glm4_moe": ("one",),
     "llama": ("one",),
     "yarn": ("one",),
+    "gpt_oss": ("one",),  # sinks and windows
     "deepseek_v3_mtp": ("one",),
 }
 # Every preset, and parts that no preset has: each a backward pass of its own, through two layers, but where stages need
@@ -267,6 +268,7 @@ REPLAYED = {  # a model of each kind of router -> layouts
     "deepseek_v2": ("one",),
     "glm4_moe": ("one",),
     "qwen3_5_moe": ("one", "tp2"),
+    "gpt_oss": ("one", "tp2_ep2"),
 }
 REPLAY = {"router_replay": "R3"}  # routers take experts that samples bring
 REPLAY_SELECTIVE = REPLAY | {"recompute": "selective", "megatron_args": {"recompute_modules": ["moe"]}}

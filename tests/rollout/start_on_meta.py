@@ -162,6 +162,7 @@ def start_on_meta(arguments: dict[str, Any]) -> dict[str, Any]:
         "draft_bytes": sum(parameter.nbytes for parameter in draft.parameters()) if draft else 0,
         "synced": [_loaded_by_sync(each, server_args) for each in (model, draft)] if draft else [],
         "states": _states_of_linear_attention(server_args),
+        "pools": _pools_with_windows(server_args),
         **resolved,
     }
 
@@ -189,6 +190,33 @@ def _states_of_linear_attention(server_args: Any) -> list[float]:
     configurator._calculate_mamba_ratio = partial(KVCacheConfigurator._calculate_mamba_ratio, configurator)
     rest = KVCacheConfigurator._handle_max_mamba_cache(configurator, CACHES)
     return [get_schedule().max_mamba_cache_size // configurator._calculate_mamba_ratio(), CACHES - rest]
+
+
+def _pools_with_windows(server_args: Any) -> list[int]:
+    """Divide `CACHES` GiB as SGLang does; return the tokens of layers without and with a window: [] for others."""
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+    from sglang.srt.model_executor.pool_configurator import create_memory_pool_configurator
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    config = ModelConfig.from_server_args(server_args)
+    if not config.is_hybrid_swa:
+        return []
+    configurator = Mock(
+        spec=KVCacheConfigurator,
+        model_config=config,
+        is_hybrid_swa=True,
+        kv_cache_dtype=torch.bfloat16,
+        kv_cache_dtype_str="auto",
+        layer_info=config,  # a stage of a pipeline has some layers, this one has all
+        sliding_window_size=config.hf_config.sliding_window,
+        page_size=1,
+        spec_algorithm=SpeculativeAlgorithm.NONE,
+        is_draft_worker=False,
+        fused_entry_bytes=lambda kind: None,
+    )
+    pools = create_memory_pool_configurator(configurator).calculate_pool_sizes(CACHES * GIB, 1)
+    return [pools.full_max_total_num_tokens, pools.swa_max_total_num_tokens]
 
 
 def _loaded_by_sync(model: Any, server_args: Any) -> dict[str, list[str]]:

@@ -15,7 +15,7 @@ from grpo_mp.config import Settings, load_settings
 from grpo_mp.distributed.ports import claim_ports
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.clusters import read_cluster
-from grpo_mp.planner.engine_memory import engine_weight_bytes, state_pool
+from grpo_mp.planner.engine_memory import engine_memory, engine_weight_bytes, state_pool
 from grpo_mp.planner.job import make_job
 from grpo_mp.planner.model_configs import find_config, published_config
 from grpo_mp.rollout.engine_args import DP_ATTENTION_PORTS, ENGINE_SITE, engine_arguments, ports_needed
@@ -61,6 +61,9 @@ STATES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"max_mamba_cache_size": 500, "attn_dp_size": 2}, {}),
     ({"max_running_requests": 100}, {"algorithm": "ngram", "num_steps": 3}),
 ]
+WINDOWED = "gpt-oss-20b"
+# engine.args of a model with sliding windows
+POOLS: list[dict[str, Any]] = [{}, {"swa_full_tokens_ratio": 0.25}, {"disable_hybrid_swa_memory": True}]
 
 
 def cuda_arguments(settings: Settings, hf: HfConfig, folder: Path) -> dict[str, Any]:
@@ -95,7 +98,7 @@ def run_module(name: str, cases: dict[str, dict[str, Any]]) -> Any:
 
 @pytest.fixture(scope="module")
 def facts_by_case(tmp_path_factory: pytest.TempPathFactory) -> Facts:
-    """SGLang's facts about every recipe, parallelism, way of drafting and pool of states."""
+    """SGLang's facts about every recipe, parallelism, way of drafting, pool of states and pool of windows."""
     folder = tmp_path_factory.mktemp("models")
     cases = {}
     for name in RECIPES:
@@ -114,6 +117,10 @@ def facts_by_case(tmp_path_factory: pytest.TempPathFactory) -> Facts:
         settings = settings_of(engine={"gpus_per_engine": 4, "args": args, "speculative": speculative})
         name = f"states {number}"
         cases[name] = cuda_arguments(settings, published_config(LINEAR), folder / name)
+    for number, args in enumerate(POOLS):
+        settings = settings_of(engine={"gpus_per_engine": 2, "args": args})
+        name = f"pools {number}"
+        cases[name] = cuda_arguments(settings, published_config(WINDOWED), folder / name)
     facts: Facts = run_module("start_on_meta", cases)
     return facts
 
@@ -187,6 +194,22 @@ def test_states_of_linear_attention_take_what_the_plan_says(facts_by_case: Facts
     size, planned_sequences = state_pool(job, CACHES * GIB)
     assert planned_sequences == sequences
     assert size / GIB == pytest.approx(gibibytes, rel=1e-6)
+
+
+@pytest.mark.parametrize("number", range(len(POOLS)))
+def test_caches_of_windows_take_what_the_plan_says(facts_by_case: Facts, number: int) -> None:
+    """SGLang's own division of memory between layers with a window and without."""
+    facts = facts_by_case[f"pools {number}"]
+    assert "error" not in facts, facts["error"]
+    job = job_of(WINDOWED, "h100-80", 1, engine={"gpus_per_engine": 2, "args": POOLS[number]})
+    planned = engine_memory(job).bytes_per_token
+    token = 2 * 4 * 64 * 2  # bytes in one layer: keys and values of half of 8 heads of 64, in bfloat16
+    if POOLS[number].get("disable_hybrid_swa_memory"):
+        assert (facts["pools"], planned) == ([], 24 * token)
+        return
+    full, windowed = facts["pools"]
+    assert planned == pytest.approx(CACHES * GIB / full, rel=1e-5)
+    assert 12 * token * (full + windowed) == pytest.approx(CACHES * GIB, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Hy3-preview on 8 nodes of 8 GPUs of 141 GB: sbatch launch/hy3.sh [section.key=value ...]
+#SBATCH --job-name=hy3 --nodes=8 --ntasks-per-node=8 --gpus-per-node=8 --exclusive --mem=0
+#SBATCH --requeue --open-mode=append --signal=B:USR1@900 --time=1-00:00:00
+cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}" && source launch/common.sh
+start configs/hy3.yaml "$@"
