@@ -310,6 +310,7 @@ ADAPTED = {
     "qwen3_5_moe": ("one", "tp2"),
     "qwen3_next": ("one", "tp2_pp2"),
     "mixtral": ("one",),
+    "minimax_m2": ("one", "tp2"),
     "tied": ("one", "pp2"),
 }
 QUICK_LORA = (

@@ -31,7 +31,7 @@ def gradient(model: PeftModel, expected: Expected) -> dict[str, Tensor]:
     losses = [sample_loss(model, expected.given.samples[i], expected.given.advantages[i]) for i in update]
     (torch.stack(losses).sum() / len(update)).backward()
     learned = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
-    names = MIXTRAL if model.config.model_type == "mixtral" else {}
+    names = MIXTRAL if model.config.model_type in ("mixtral", "minimax_m2") else {}
     experts = next((getattr(model.config, key) for key in EXPERTS if hasattr(model.config, key)), 0)
     by_file: dict[str, Tensor] = {}
     for name, tensor in learned.items():

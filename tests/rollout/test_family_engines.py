@@ -26,9 +26,11 @@ GENERATED_TOKENS = 70  # more than the engine's attention has room for at first
 TOKENS = [5, 9, 30, 7, 41, 18, 22, 50, 3, 61]
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
 WIDE = {"initializer_range": 0.1}
+LINEAR = {"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "without_yarn": ("deepseek_v3", {"q_lora_rank": None, "rope_scaling": None, "n_group": 1, "topk_group": 1}),
     "beyond_the_original_length": ("qwen3", {"rope_scaling": YARN}),
+    "positions_by_four": ("qwen3", {"rope_scaling": LINEAR}),
     "half_rotated": ("glm4_moe", {}),
     "hy_v3": ("hy_v3", {}),
     "minimax_m2": ("minimax_m2", {}),
