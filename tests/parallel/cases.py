@@ -293,6 +293,7 @@ CONVERTED = {  # weights that `grpo-mp convert` wrote and reads
     "deepseek_v3": ("tp2_etp2", "pp2_vpp2", "tp2_ep2_pp2"),
     "deepseek_v2": ("tp2_ep2_pp2",),
     "glm4_moe": ("tp2_ep2_pp2",),
+    "qwen3_5_moe": ("tp2",),  # projections in sections
     "qwen3_moe": ("ep2", "tp2_ep2_pp2"),
     "mixtral": ("tp2_ep2_pp2",),
     "qwen3": ("one", "tp2"),
