@@ -125,8 +125,8 @@ def read_inputs(job: EngineJob, world_size: int, ranks_per_node: int) -> RunInpu
     reward = settings.reward
     check_place(settings.run, settings.monitor, job.resolved)
     hf, tokenizer = read_model(model, settings.layout, settings.training, world_size * job.needs_policy)
-    fp8 = check_engines(settings.engine, rollout, hf, world_size, ranks_per_node=ranks_per_node)
-    check_bucket(hf, model.dtype, settings.layout, settings.sync.bucket_bytes, formats={fp8})
+    form = check_engines(settings.engine, rollout, hf, world_size, ranks_per_node=ranks_per_node)
+    check_bucket(hf, model.dtype, settings.layout, settings.sync.bucket_bytes, formats={form})
     hf.check_positions(settings.max_request_tokens, REQUEST_TOKENS)
     train, evals, episodes = read_prompts(settings.data, rollout, reward, tokenizer, only_evals=evaluates)
     scorer = make_scorer(reward, rollout, settings.run.steps, settings.data.set_weights, tokenizer=tokenizer)
@@ -271,7 +271,9 @@ def connect_engines(settings: Settings, inputs: RunInputs, engines: Engines) -> 
     recovery = engines.recovery
     shards = PolicyShards.of_policy(policy) if policy else PolicyShards.none(inputs.hf, settings.layout)
     sync = build_weight_sync(settings.engine, settings.model, settings.sync, shards, rollout, job)
-    in_fp8 = sync.resharder.wire.fp8 or settings.training.fp8_format or settings.engine.has_fp8_cache
+    form = sync.resharder.wire.format
+    in_fp8 = settings.training.fp8_format or settings.engine.has_fp8_cache
+    precision = form.precision if form else "fp8" if in_fp8 else settings.model.dtype
     recovery.weight_sync = sync
     recovery.engine_check = EngineCheck(
         policy,
@@ -283,7 +285,7 @@ def connect_engines(settings: Settings, inputs: RunInputs, engines: Engines) -> 
         prompts=[prompt.tokens for prompt in islice(inputs.train, MAX_PROMPTS)],
         longest=settings.rollout.max_sequence_tokens,
         replicas=attention_replicas(settings.engine.args),
-        precision="fp8" if in_fp8 else settings.model.dtype,
+        precision=precision,
         tolerance=settings.sync.check_tolerance,
         correction=settings.algorithm.rollout_correction,
     )

@@ -49,6 +49,7 @@ from grpo_mp.trainer.preflight import (
     read_model,
     read_prompts,
     replay_inputs,
+    sent_formats,
     start_warnings,
 )
 from grpo_mp.trainer.recorded import read_recorded
@@ -293,8 +294,8 @@ def read_inputs(settings: Settings, world_size: int, ranks_per_node: int, dump: 
     trainers = world_size - engine.ranks
     hf, tokenizer = read_model(model, settings.layout, settings.training, trainers)
     replays = settings.training.router_replay == "R3"
-    fp8 = not dump and check_engines(engine, rollout, hf, world_size, ranks_per_node, replays_experts=replays)
-    formats = {fp8, run.exports_fp8} if run.export or run.export_every else {fp8}
+    form = None if dump else check_engines(engine, rollout, hf, world_size, ranks_per_node, replays_experts=replays)
+    formats = sent_formats(run, form)
     check_bucket(hf, model.dtype, settings.layout, settings.sync.bucket_bytes, formats=formats)
     if settings.critic:
         check_critic(settings.for_critic(), hf, trainers)
@@ -319,7 +320,7 @@ def read_inputs(settings: Settings, world_size: int, ranks_per_node: int, dump: 
     warnings = (
         *scorer.warnings,
         *data_warnings(train, evals),
-        *start_warnings(settings.algorithm, rollout, fp8 or engine.has_fp8_cache),
+        *start_warnings(settings.algorithm, rollout, form.title if form else "FP8" if engine.has_fp8_cache else None),
         *unasked,
     )
     return inputs(

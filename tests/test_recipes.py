@@ -12,7 +12,7 @@ from grpo_mp.monitor.guards import MetricGuards
 from grpo_mp.pipeline.stages import make_jobs
 from grpo_mp.planner.model_configs import find_config
 from grpo_mp.rewards.scorer import Scorer
-from grpo_mp.rollout.engine_layout import engine_uses_fp8
+from grpo_mp.rollout.engine_layout import engine_format
 from grpo_mp.trainer.preflight import start_warnings
 from grpo_mp.utils.errors import UserError
 from tests.recipes import FULL_SIZE, PIPELINES, RL, SECTIONS, SFT
@@ -72,9 +72,9 @@ def test_a_recipe_stops_where_its_reward_collapses(path: Path) -> None:
 
 @by_name(RUNS)
 def test_a_recipe_starts_without_a_warning(settings: Settings, hf: HfConfig | None) -> None:
-    fp8 = hf is not None and engine_uses_fp8(settings.engine.args, hf, cpu=False)
-    fp8 = fp8 or settings.engine.has_fp8_cache
-    assert start_warnings(settings.algorithm, settings.rollout, fp8) == []
+    in_low_precision = hf is not None and engine_format(settings.engine.args, hf, cpu=False)
+    precision = "FP8" if in_low_precision or settings.engine.has_fp8_cache else None
+    assert start_warnings(settings.algorithm, settings.rollout, precision) == []
     scorer = Scorer(settings.reward, settings.rollout.max_response_tokens, set_weights=settings.data.set_weights)
     assert scorer.warnings == ()
 

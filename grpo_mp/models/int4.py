@@ -7,6 +7,8 @@ each with 8 added), `weight_scale` [R, C / 32], and `weight_shape`.
 import torch
 from torch import Tensor
 
+from grpo_mp.models.hf_config import INT4
+
 PACKED, SCALE, SHAPE = "_packed", "_scale", "_shape"  # suffixes of a weight's name that give the stored names
 GROUP = 32  # columns with one scale
 IN_WORD = 8  # values in an int32
@@ -25,3 +27,20 @@ def dequantize(packed: Tensor, scale: Tensor, dtype: torch.dtype, columns: tuple
     values = values[:, start - first : stop - first].to(scale.dtype)
     groups = torch.arange(start, stop) // GROUP - start // GROUP
     return (values * scale[:, groups]).to(dtype)
+
+
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize [R, C] to `weight_packed` and `weight_scale`, by the functions of compressed-tensors.
+
+    The scale is max|group| / 7.5, in the weight's dtype. `weight`: C is a multiple of 32.
+    """
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import quantize as to_integers
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    arguments = QuantizationArgs(**INT4)
+    least, most = weight.unflatten(1, (-1, GROUP)).aminmax(dim=2)
+    scale, _ = calculate_qparams(least, most, arguments)
+    values = to_integers(weight, scale, None, arguments, dtype=torch.int8)
+    return pack_to_int32(values, INT4["num_bits"]), scale

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from grpo_mp.models.families import family_of
 from grpo_mp.models.mapping import Rule
 from grpo_mp.planner.clusters import OVERHEADS
@@ -153,7 +155,7 @@ def state_bytes(job: PlannedJob) -> float:
 def engine_weight_bytes(job: PlannedJob) -> float:
     """Return the bytes of engine weights on one GPU.
 
-    In blockwise FP8 the embedding, output layer and routers keep the model's dtype. Replicated key and value heads,
+    In a low precision the embedding, output layer and routers keep the model's dtype. Replicated key and value heads,
     where there are fewer heads than ranks, are neglected (a few thousandths).
     """
     return sum(_rule_bytes(job, rule) * len(rule.layers or (0,)) for rule in engine_rules(job))
@@ -180,13 +182,18 @@ def engine_rules(job: PlannedJob, with_draft: bool = False) -> list[Rule]:
 
 
 def is_quantized(job: PlannedJob, rule: Rule) -> bool:
-    """Return whether the engine holds the rule's weights in FP8."""
-    return job.engine_uses_fp8 and bool(rule.layers) and "router" not in rule.name
+    """Return whether the engine holds the rule's weights in a low precision."""
+    form = job.engine_format
+    if form is None or (form.experts_only and not rule.experts):
+        return False
+    return bool(rule.layers) and "router" not in rule.name
 
 
 def bytes_per_element(job: PlannedJob, rule: Rule) -> float:
-    """Return the bytes of an element of the rule's weights; in FP8 with its share of the block's float32 scale."""
-    return 1 + 4 / 128**2 if is_quantized(job, rule) else DTYPE_BYTES[job.settings.model.dtype]
+    """Return the bytes of an element of the rule's weights; in a low precision with its share of the block's scale."""
+    if job.engine_format and is_quantized(job, rule):
+        return job.engine_format.bytes_per_element(getattr(torch, job.settings.model.dtype))
+    return DTYPE_BYTES[job.settings.model.dtype]
 
 
 def _rule_bytes(job: PlannedJob, rule: Rule) -> float:

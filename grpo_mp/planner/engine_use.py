@@ -122,7 +122,8 @@ def generation_use(job: PlannedJob, engine: EngineMemory) -> ResourceUse:
     decoding = decoding.scaled(1 + config.num_steps * config.drafts_by_mtp / model.num_layers)
     prompt_tokens = samples / job.settings.rollout.group_size * job.prompt_tokens
     flops = decoding.flops + prefill_flops(job, prompt_tokens)
-    return replace(decoding, flops=0.0, fp8_flops=flops) if job.engine_uses_fp8 else replace(decoding, flops=flops)
+    in_fp8 = job.engine_format and job.engine_format.precision == "fp8"
+    return replace(decoding, flops=0.0, fp8_flops=flops) if in_fp8 else replace(decoding, flops=flops)
 
 
 def cached_tokens(prompt: int, response: int, window: float = inf) -> float:
@@ -182,9 +183,11 @@ PAUSE_REQUESTS = 2  # pause and continue generation, on engines with their own G
 ROUND_COLLECTIVES = 2  # a gather of the tensors to load, and a barrier until the node's engines have loaded them
 SLEEP_REQUESTS = 4  # flush the cache and release memory: of weights, and of the KV cache
 CACHE_REQUESTS = 3  # flush the KV cache, release its memory, take the memory back
-# Memory traffic per element quantized to FP8 on a GPU (models/fp8.py), without the read of the source: write float32
-# (4), read for the maximum (4), divide (8), clamp (8), cast (5), copy into the message (2).
-QUANTIZED_ELEMENT_BYTES = 31
+# Memory traffic per element quantized on a GPU, by engine.args.quantization, without the read of the source.
+# FP8 (models/fp8.py): write float32 (4), read for the maximum (4), divide (8), clamp (8), cast (5), copy into the
+# message (2); MXFP8 clamps nothing. INT4 (compressed-tensors): extremes (2), divide, round and clamp (12), cast to int8
+# and int32 (8), add 8 (8), shift (8), add up the words (17), copy (1).
+QUANTIZED_ELEMENT_BYTES = {"fp8": 31, "mxfp8": 23, "compressed-tensors": 56}
 CHECK_COLLECTIVES = 6  # gather, broadcast (twice) and compare logprobs; barriers before and after the engine wakes
 
 
@@ -210,10 +213,12 @@ def sync_use(job: PlannedJob) -> ResourceUse:
     requests = SYNC_REQUESTS + rounds + (1 if shared else PAUSE_REQUESTS)
     latency_s = requests * OVERHEADS.engine_request_s + shared * OVERHEADS.engine_memory_s
     latency_s += ROUND_COLLECTIVES * rounds * OVERHEADS.host_collective_s + tensors * OVERHEADS.sync_tensor_s
-    quantized = job.engine_uses_fp8 * job.parameter_counts[job.largest_stage].total
+    form, stage = job.engine_format, job.parameter_counts[job.largest_stage]
+    quantized = (stage.expert if form.experts_only else stage.total) if form else 0
+    traffic = QUANTIZED_ELEMENT_BYTES[form.name] + job.per_parameter.weights if form else 0
     return ResourceUse(
         # Each loaded byte is packed, joined, shared and loaded.
-        device_bytes=4 * loaded + quantized * (QUANTIZED_ELEMENT_BYTES + job.per_parameter.weights),
+        device_bytes=4 * loaded + quantized * traffic,
         nvlink_bytes=OVERHEADS.sync_unevenness * loaded * moves,
         network_bytes=OVERHEADS.sync_unevenness * received * (job.nodes > 1),
         latency_s=latency_s,

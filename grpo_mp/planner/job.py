@@ -16,6 +16,7 @@ from grpo_mp.models.fp8_products import check_fp8_products
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.lora import check_adapters
 from grpo_mp.models.value_head import critic_config
+from grpo_mp.models.weight_formats import WeightFormat
 from grpo_mp.planner.clusters import OVERHEADS, Cluster
 from grpo_mp.planner.model_configs import find_config
 from grpo_mp.planner.parameter_count import (
@@ -30,10 +31,11 @@ from grpo_mp.planner.parameter_count import (
 from grpo_mp.policy.parameter_bytes import BytesPerParameter, bytes_per_parameter
 from grpo_mp.rollout.engine_layout import (
     EngineParallelism,
-    check_fp8_blocks,
+    check_blocks,
+    check_kernels,
+    engine_format,
     engine_parallelism,
     engine_placements,
-    engine_uses_fp8,
 )
 
 
@@ -221,17 +223,19 @@ class PlannedJob:
     def engine_parallelism(self) -> EngineParallelism:
         """Return how an engine divides the model.
 
-        Raise UserError if engine.gpus_per_engine and engine.args contradict each other, the model or FP8 blocks.
+        Raise UserError if engine.gpus_per_engine and engine.args contradict each other, the model or blocks of values.
         """
         engine = self.settings.engine
         parallelism = engine_parallelism(engine.gpus_per_engine, engine.args, self.hf)
-        if self.engine_uses_fp8:
-            check_fp8_blocks(parallelism, self.hf)
+        if form := self.engine_format:
+            check_blocks(parallelism, self.hf, form)
+            check_kernels(engine.args, form, None)
         return parallelism
 
     @property
-    def engine_uses_fp8(self) -> bool:
-        return engine_uses_fp8(self.settings.engine.args, self.hf, cpu=False)
+    def engine_format(self) -> WeightFormat | None:
+        """Return the format of the engines' projections; None: that of the policy."""
+        return engine_format(self.settings.engine.args, self.hf, cpu=False)
 
     @property
     def has_reference(self) -> bool:

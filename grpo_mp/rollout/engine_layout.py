@@ -1,12 +1,14 @@
 """Layout of engines: the ranks of each engine, the division of the model over its GPUs, and its precision.
 
 The rules are SGLang's. Attention is divided over the GPUs of a replica (`attn_dp_size`), routed experts over
-GPUs / `ep_size` GPUs, dense and shared MLPs over all GPUs unless they are replicated. In blockwise FP8 each GPU's part
-of a matrix consists of whole blocks (`Fp8LinearMethod.validate_block_quant_shapes`,
+GPUs / `ep_size` GPUs, dense and shared MLPs over all GPUs unless they are replicated. In a low precision each GPU's
+part of a matrix consists of whole blocks (`Fp8LinearMethod.validate_block_quant_shapes`,
 `Fp8MoEMethod.create_fp8_moe_weight_`).
 
-An engine that quantizes weights while loading them cannot load new weights later. Therefore the model of an FP8 engine
-is declared to be blockwise FP8: the engine starts with random weights and loads FP8 values and scales at every sync.
+An engine that quantizes weights while loading them cannot load new weights later. Therefore the model of an engine in a
+low precision is declared to be stored in it: the engine starts with random weights and loads values and scales at
+every sync. After loading, SGLang changes them to the layout of its kernels, and for some kernels it cannot load new
+ones then (`RELOADING_MOE_BACKENDS`).
 """
 
 import json
@@ -19,7 +21,9 @@ from grpo_mp.config.sections import EngineConfig
 from grpo_mp.distributed.layout import divisors
 from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import BLOCK
+from grpo_mp.models.hf_config import INT4 as INT4_GROUPS
 from grpo_mp.models.hf_config import QUANTIZATION_CONFIG, HfConfig
+from grpo_mp.models.weight_formats import BLOCKWISE_FP8, FORMATS, INT4, MXFP8, WeightFormat
 from grpo_mp.utils.errors import Number, UserError, read_number
 
 OVERRIDES = "json_model_override_args"
@@ -31,6 +35,13 @@ PADDING_MOE_BACKENDS = ("flashinfer_trtllm", "flashinfer_trtllm_routed")
 SINK_BACKENDS = ("fa3", "fa4", "triton", "trtllm_mha")  # attention of SGLang with sinks, on NVIDIA's GPUs
 LOADED_MOE_BACKENDS = ("auto", "triton", "triton_kernel")  # into whose layouts rollout/stacked_experts.py loads weights
 BLACKWELL = 10.0  # lowest compute capability of Blackwell GPUs
+# Values of moe_runner_backend with which SGLang 0.5.23 loads new weights after its kernels' layout was made: MXFP8 by
+# `_process_mxfp8_moe_weights` (fp8.py:2317), others replace the scales by a tensor of another dtype or shape; INT4 by
+# `restore_weights_before_loading` (compressed_tensors_wNa16_moe.py:406), which the classes of other kernels lack.
+RELOADING_MOE_BACKENDS = {
+    MXFP8.name: ("auto", "flashinfer_trtllm", "flashinfer_trtllm_routed", "cutlass"),
+    INT4.name: ("auto", "marlin"),
+}
 
 # Arguments that may place experts on other GPUs than by index, with the values that keep the order.
 EXPERT_LOCATION_ARGS = {
@@ -190,33 +201,35 @@ def _check_stacked(args: Mapping[str, Any], moves_experts: bool, model_type: str
         raise UserError(f"engine.args.{names}: experts of {model_type} stay where they are: leave it out")
 
 
-def check_fp8_blocks(parallelism: EngineParallelism, hf: HfConfig) -> None:
-    """Raise UserError if a GPU's part of a matrix would cut an FP8 block, which SGLang refuses while it loads."""
+def check_blocks(parallelism: EngineParallelism, hf: HfConfig, form: WeightFormat) -> None:
+    """Raise UserError if a GPU's part of a matrix would cut a block of the format, which SGLang refuses as it loads."""
     for param in (rule.example() for rule in family_of(hf).rules(hf) if rule.layers):
         count = parallelism.expert_tensor if param.expert is not None else parallelism.divisor(param.name)
         joined = len(param.hf) > 1 or param.expert is not None  # SGLang concatenates such matrices
-        if param.tp_dim is None or not (joined or count > 1):
-            continue
+        quantized = form.quantized(param)
         for index, (name, shape) in enumerate(zip(param.hf, param.shapes, strict=True)):
-            size = shape[param.tp_dim]
-            part = size / count
-            if index and param.groups:  # with fewer KV heads than GPUs, SGLang replicates the heads
-                part = max(part, size / param.groups)
-            if param.in_fp8[index] and part % BLOCK:
-                axis = ("rows", "columns")[param.tp_dim]
-                raise UserError(
-                    f"engine.args.quantization=fp8: {name} has {size} {axis}, over {count} GPUs of an engine {part:g} "
-                    f"each, which is no multiple of the {BLOCK} of an FP8 block: lower engine.gpus_per_engine, raise "
-                    "attn_dp_size or ep_size, or use bfloat16 weights"
-                )
+            for axis in range(2) if quantized[index] else ():
+                divided = axis == param.tp_dim
+                if form.pads and not (divided and (joined or count > 1)):
+                    continue
+                part = shape[axis] / (count if divided else 1)
+                if divided and index and param.groups:  # with fewer KV heads than GPUs, SGLang replicates the heads
+                    part = max(part, shape[axis] / param.groups)
+                if part % form.block[axis]:
+                    raise UserError(
+                        f"engine.args.quantization={form.name}: {name} has {shape[axis]} {('rows', 'columns')[axis]}, "
+                        f"over {count if divided else 1} GPUs of an engine {part:g} each, which is no multiple of the "
+                        f"{form.block[axis]} of a block in {form.title}: lower engine.gpus_per_engine, raise "
+                        "attn_dp_size or ep_size, or use bfloat16 weights"
+                    )
 
 
 def expert_alignment(
-    parallelism: EngineParallelism, args: Mapping[str, Any], fp8: bool, capability: float | None
+    parallelism: EngineParallelism, args: Mapping[str, Any], form: WeightFormat | None, capability: float | None
 ) -> int:
     """Return the alignment of a GPU's part of an expert. Aligned parts are loaded by SGLang without padding.
 
-    In FP8 the parts are whole blocks. Unaligned experts are padded by SGLang on CPUs
+    In a low precision the parts are whole blocks. Unaligned experts are padded by SGLang on CPUs
     (`adjust_config_with_unaligned_cpu_tp`) and for FlashInfer's TensorRT-LLM kernels, which `auto` selects on Blackwell
     (`FusedMoE.__init__`). `capability`: compute capability of the GPUs; None: CPUs.
     """
@@ -224,22 +237,67 @@ def expert_alignment(
         return CPU_EXPERT_PADDING * parallelism.expert  # SGLang pads the whole expert to a multiple of 32 * GPUs
     backend = args.get("moe_runner_backend", "auto")
     may_pad = backend in PADDING_MOE_BACKENDS or (backend == "auto" and capability >= BLACKWELL)
-    return BLOCK if fp8 or may_pad else 1
+    return BLOCK if may_pad else max(form.block) if form else 1
 
 
-def engine_uses_fp8(args: Mapping[str, Any], hf: HfConfig, cpu: bool) -> bool:
-    """Return whether engines compute in FP8, according to engine.args.quantization or the model's folder."""
-    quantization = args.get("quantization")
-    if quantization not in (None, "fp8"):
+def engine_format(args: Mapping[str, Any], hf: HfConfig, cpu: bool) -> WeightFormat | None:
+    """Return the format of the engines' projections by engine.args.quantization or the model's folder.
+
+    None: engines load the weights as they are trained.
+    """
+    name = args.get("quantization")
+    if name is None:
+        return BLOCKWISE_FP8 if is_fp8_checkpoint(hf) and not cpu else None
+    if name not in FORMATS:
         raise UserError(
-            f"engine.args.quantization={quantization}: weights are sent as they are trained or in blockwise FP8: "
-            "set fp8, or leave it out"
+            f"engine.args.quantization={name}: weights are sent as they are trained, or in "
+            f"{', '.join(f'{form.title} ({key})' for key, form in FORMATS.items())}: set one of these, or leave it out"
         )
-    if quantization and cpu:
-        raise UserError("engine.args.quantization=fp8: engines compute in FP8 on GPUs only: leave it out")
-    if quantization and family_of(hf).stacks_experts:
-        raise UserError(f"engine.args.quantization=fp8: SGLang loads no {hf.model_type} in blockwise FP8: leave it out")
-    return not cpu and (quantization == "fp8" or is_fp8_checkpoint(hf))
+    form = FORMATS[name]
+    if cpu:
+        raise UserError(f"engine.args.quantization={name}: engines compute in {form.title} on GPUs only: leave it out")
+    if family_of(hf).stacks_experts:
+        raise UserError(
+            f"engine.args.quantization={name}: SGLang loads no {hf.model_type} in {form.title}: leave it out"
+        )
+    if form.experts_only and not family_of(hf).config(hf).get("num_moe_experts"):
+        raise UserError(
+            f"engine.args.quantization={name}: only routed experts are sent in {form.title}, and {hf.model_type} has "
+            "none: set fp8, or leave it out"
+        )
+    return form
+
+
+def check_kernels(args: Mapping[str, Any], form: WeightFormat, capability: float | None) -> None:
+    """Raise UserError if SGLang has no kernels for the format on these GPUs, or cannot load new weights for them.
+
+    `capability`: compute capability of the GPUs; None: unknown.
+    """
+    setting = f"engine.args.quantization={form.name}"
+    if form == MXFP8 and capability and capability < BLACKWELL:
+        raise UserError(
+            f"{setting}: SGLang computes in MXFP8 on Blackwell GPUs (compute capability {BLACKWELL:g}), and these have "
+            f"{capability:g}: set fp8, or leave it out"
+        )
+    allowed = RELOADING_MOE_BACKENDS.get(form.name)
+    backend = args.get("moe_runner_backend") or "auto"
+    if allowed and backend not in allowed:
+        raise UserError(
+            f"{setting} with moe_runner_backend={backend}: SGLang cannot load new weights into the layout of these "
+            f"kernels: set {', '.join(allowed[1:])}, or leave it out"
+        )
+    if form != INT4:
+        return
+    if backend == "auto" and capability and capability >= BLACKWELL:
+        raise UserError(
+            f"{setting}: on Blackwell GPUs SGLang selects Triton kernels, into whose layout it cannot load new "
+            "weights: set engine.args.moe_runner_backend=marlin"
+        )
+    if args.get("moe_a2a_backend") not in (None, "none"):
+        raise UserError(
+            f"{setting} with moe_a2a_backend={args['moe_a2a_backend']}: SGLang's INT4 kernels of Kimi's format work "
+            "with its standard exchange of tokens only: leave moe_a2a_backend out"
+        )
 
 
 def is_fp8_checkpoint(hf: HfConfig) -> bool:
@@ -252,9 +310,22 @@ def precision_arguments(args: Mapping[str, Any], hf: HfConfig, cpu: bool) -> dic
 
     With these arguments an engine cannot read the folder's weights.
     """
-    fp8 = engine_uses_fp8(args, hf, cpu)
-    if hf.quantization.get("quant_method") == ("fp8" if fp8 else None):
+    form = engine_format(args, hf, cpu)
+    if (form is None and not hf.quantization) or (form == BLOCKWISE_FP8 and is_fp8_checkpoint(hf)):
         return {}
-    precision = {QUANTIZATION_CONFIG: fp8_config(hf) if fp8 else None}
+    precision = {QUANTIZATION_CONFIG: quantization_config(hf, form) if form else None}
     of_text = {"text_config": precision} if hf.is_text_part else {}
     return {OVERRIDES: json.dumps(json.loads(args.get(OVERRIDES) or "{}") | precision | of_text)}
+
+
+def quantization_config(hf: HfConfig, form: WeightFormat) -> dict[str, Any]:
+    """Return the quantization_config by which SGLang creates the parameters of a format."""
+    if form != INT4:
+        return fp8_config(hf) | {"quant_method": form.name, "weight_block_size": list(form.block)}
+    group = {"targets": ["Linear"], "weights": INT4_GROUPS, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": form.name,
+        "format": "pack-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": [r"re:^(?!.*\.experts\.)"],  # all modules but routed experts
+    }

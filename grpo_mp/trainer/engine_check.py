@@ -62,7 +62,7 @@ class EngineCheck:
     prompts: Sequences  # token ids of train prompts
     longest: int  # tokens of a compared text
     replicas: int  # attention replicas of an engine
-    precision: str  # that engines compute in: a dtype, or fp8
+    precision: str  # that engines compute in: a dtype, fp8 or int4
     tolerance: float | None  # sync.check_tolerance
     correction: RolloutCorrectionConfig
     _rounding: float = field(default=0.0, init=False)  # mean effect of rounding on the policy's logprobs

@@ -35,6 +35,7 @@ from grpo_mp.distributed.layout import model_shape
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.tokenizer import read_tokenizer
+from grpo_mp.models.weight_formats import BLOCKWISE_FP8, WeightFormat
 from grpo_mp.monitor.loggers import MakeLogger, load_loggers
 from grpo_mp.monitor.metrics import find_metric
 from grpo_mp.policy.megatron_config import DTYPES
@@ -49,7 +50,13 @@ from grpo_mp.rollout.engine_args import (
     check_tool_parser,
     speculative_arguments,
 )
-from grpo_mp.rollout.engine_layout import check_fp8_blocks, engine_parallelism, engine_placements, engine_uses_fp8
+from grpo_mp.rollout.engine_layout import (
+    check_blocks,
+    check_kernels,
+    engine_format,
+    engine_parallelism,
+    engine_placements,
+)
 from grpo_mp.rollout.episodes import EpisodeParts, load_episode_parts
 from grpo_mp.rollout.reward_servers import check_tokens
 from grpo_mp.rollout.rollout import RolloutParts
@@ -143,36 +150,43 @@ def check_engines(
     world_size: int,
     ranks_per_node: int,
     replays_experts: bool = False,
-) -> bool:
-    """Check placement and arguments of the engines against the model; return whether engines compute in FP8."""
+) -> WeightFormat | None:
+    """Check placement and arguments of the engines against the model; return the format of the engines' projections."""
     cpu = not platform.on_cuda()
     if cpu and hf.is_text_part:
         raise hf.error("engines on a CPU serve text models only, and this model has a vision tower: use GPUs")
     engine_placements(engine, world_size, ranks_per_node)
     check_arguments(engine.args)
-    fp8 = engine_uses_fp8(engine.args, hf, cpu)
+    form = engine_format(engine.args, hf, cpu)
     check_speculation(engine, hf, cpu)
     if not cpu:
         parallelism = engine_parallelism(engine.gpus_per_engine, engine.args, hf)
-        if fp8:
-            check_fp8_blocks(parallelism, hf)
+        if form:
+            check_blocks(parallelism, hf, form)
+            check_kernels(engine.args, form, platform.compute_capability())
     if replays_experts:
         drafting = speculative_arguments(engine, rollout.group_size)
         check_routed_experts(engine.args | drafting, argument_names(), model_shape(hf))
-    return fp8
+    return form
+
+
+def sent_formats(run: RunConfig, engines: WeightFormat | None) -> set[WeightFormat | None]:
+    """Return the formats in which a run sends weights: to engines, and to exports, which use the same rounds."""
+    exports = BLOCKWISE_FP8 if run.exports_fp8 else None
+    return {engines, exports} if run.export or run.export_every else {engines}
 
 
 def check_bucket(
-    hf: HfConfig, dtype: str, layout: LayoutConfig, bucket_bytes: int | None, formats: Iterable[bool]
+    hf: HfConfig, dtype: str, layout: LayoutConfig, bucket_bytes: int | None, formats: Iterable[WeightFormat | None]
 ) -> None:
     """Check that `sync.bucket_bytes` holds each group of tensors that an engine must load together.
 
-    `formats`: of engines and exports, which use the same rounds: whether in blockwise FP8.
+    `formats`: of engines and exports, which use the same rounds.
     """
     params = family_of(hf).params(hf)
     tp_sizes = {name: tp_size(param, layout) for name, param in params.items()}
-    for fp8 in set(formats):
-        WireFormat(params, tp_sizes, DTYPES[dtype], fp8).round_bytes(bucket_bytes)
+    for form in set(formats):
+        WireFormat(params, tp_sizes, DTYPES[dtype], form).round_bytes(bucket_bytes)
 
 
 def replay_inputs(dump: Path, run: RunConfig, max_response_tokens: int) -> dict[str, Any]:
@@ -215,16 +229,19 @@ def data_warnings(train: DataSet[Item], evals: Mapping[str, DataSet[Item]]) -> I
     yield from overlap_warnings(train, evals)
 
 
-def start_warnings(algorithm: AlgorithmConfig, rollout: RolloutConfig, fp8: bool) -> list[str]:
-    """Return warnings if the samples' distribution is not what the loss assumes. `fp8`: engines compute in FP8."""
+def start_warnings(algorithm: AlgorithmConfig, rollout: RolloutConfig, precision: str | None) -> list[str]:
+    """Return warnings if the samples' distribution is not what the loss assumes.
+
+    `precision`: name of the low precision that engines compute in, if any.
+    """
     warnings = list[str]()
     if algorithm.rollout_correction.kind != "none" or algorithm.old_logprobs != "recomputed":
         return warnings
     remedy = "set algorithm.rollout_correction={kind: truncate, high: 2.0}"
-    if fp8:
+    if precision:
         warnings.append(
-            "engines compute in FP8 and algorithm.rollout_correction is none: samples come from other probabilities "
-            f"than the policy's, and accuracy is known to drop: {remedy}"
+            f"engines compute in {precision} and algorithm.rollout_correction is none: samples come from other "
+            f"probabilities than the policy's, and accuracy is known to drop: {remedy}"
         )
     if rollout.max_staleness:
         warnings.append(

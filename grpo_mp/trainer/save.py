@@ -30,6 +30,7 @@ from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.lora import expert_projections
 from grpo_mp.models.multi_token_prediction import copied_names
+from grpo_mp.models.weight_formats import BLOCKWISE_FP8
 from grpo_mp.policy.checkpoint import (
     Written,
     gather_written,
@@ -195,7 +196,8 @@ def export_policy(policy: Policy, folder: Path, like: Path, bucket_bytes: int | 
     Every rank writes its share. Memory: a round of `bucket_bytes` on the device, a shard and a tensor on the host.
     """
     parallel, group = policy.parallel, policy.parallel.cpu_group
-    wire = WireFormat(policy.base_params, policy.tp_sizes(), policy.config.params_dtype, fp8)
+    form = BLOCKWISE_FP8 if fp8 else None
+    wire = WireFormat(policy.base_params, policy.tp_sizes(), policy.config.params_dtype, form)
     stacks = family_of(policy.hf).stacks_experts
     writers = export_writers(wire, parallel.world_size, stacks)
     rounds = plan_rounds(

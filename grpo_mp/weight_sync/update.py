@@ -19,7 +19,7 @@ from grpo_mp.models.mapping import Param
 from grpo_mp.models.multi_token_prediction import engine_params
 from grpo_mp.policy.megatron_config import DTYPES
 from grpo_mp.policy.policy import Policy
-from grpo_mp.rollout.engine_layout import engine_parallelism, engine_uses_fp8, expert_alignment
+from grpo_mp.rollout.engine_layout import engine_format, engine_parallelism, expert_alignment
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.weight_sync.plan import (
     RankRound,
@@ -150,12 +150,12 @@ def build_weight_sync(
 ) -> WeightSync:
     """Plan the sync and link this rank to its engine. The engines must be running."""
     args, drafts = engine.args, engine.speculative.drafts_by_mtp
-    fp8 = engine_uses_fp8(args, shards.hf, cpu=not platform.on_cuda())
+    form = engine_format(args, shards.hf, cpu=not platform.on_cuda())
     params = engine_params(shards.params, shards.hf, drafts)
     parts = {name: part for name, part in shards.parts.items() if name in params}
-    wire = WireFormat(params, shards.tp_sizes, DTYPES[model.dtype], fp8)
+    wire = WireFormat(params, shards.tp_sizes, DTYPES[model.dtype], form)
     parallelism = engine_parallelism(engine.gpus_per_engine, args, shards.hf)
-    alignment = expert_alignment(parallelism, args, fp8, platform.compute_capability())
+    alignment = expert_alignment(parallelism, args, form, platform.compute_capability())
     readers = engine_readers(rollout.host_ranks, parallelism, alignment)
     per_node = job.ranks_per_node
     rounds = plan_rounds(wire, parts, readers, sync.bucket_bytes, group=job.group, ranks_per_node=per_node)

@@ -1,8 +1,9 @@
 """Wire format of the weight sync: names, dtypes and shapes of the tensors that are sent.
 
-For FP8 engines a shard that consists of whole blocks is quantized to blockwise FP8 before it is sent, which halves the
-bytes; the scales are bitwise equal to those of the full tensor. A shard that cuts a block is sent in the model's dtype,
-and the receiver quantizes the joined tensor. Slices of experts always consist of whole blocks.
+For engines in a low precision (`models/weight_formats.py`) a shard that consists of whole blocks is quantized before it
+is sent, which halves the bytes in FP8; values and scales are bitwise equal to those of the full tensor. A shard that
+cuts a block is sent in the model's dtype, and the receiver quantizes the joined tensor. Slices of experts always
+consist of whole blocks.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,8 +13,8 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
-from grpo_mp.models.fp8 import BLOCK, FP8, SCALE, quantize, scale_shape
 from grpo_mp.models.mapping import Param, Shape, join, shard_ranges, unfuse
+from grpo_mp.models.weight_formats import WeightFormat
 from grpo_mp.rollout.shared_memory import NamedTensors, TensorSpec, packed_bytes
 from grpo_mp.utils.errors import UserError
 from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY, WHOLE, ParamGroup, Piece, Shard, ShardSizes, Slice, group_params
@@ -25,13 +26,13 @@ BUCKET_BYTES = 2**30  # default memory of a rank for weights in transit
 class WireFormat:
     """Format in which parameters are sent and loaded.
 
-    `tp_sizes`: tensor-parallel size of each parameter; `fp8`: engines load projections in blockwise FP8.
+    `tp_sizes`: tensor-parallel size of each parameter; `format`: of projections that engines load in a low precision.
     """
 
     params: Mapping[str, Param]
     tp_sizes: Mapping[str, int]
     dtype: torch.dtype
-    fp8: bool = False
+    format: WeightFormat | None = None
 
     @cached_property
     def sizes(self) -> ShardSizes:
@@ -75,10 +76,10 @@ class WireFormat:
         param, (number, total) = self.params[piece.name], piece.slice
         dim = param.tp_dim
         shapes = [shape if dim is None else _cut(shape, dim, shape[dim] // total) for shape in param.shapes]
-        specs = self._specs(param, shapes, self.fp8)
-        if piece.slice == WHOLE or dim is None:
-            return specs
-        return [replace(spec, sliced=(dim, number, total)) for spec in specs]
+        specs = self._specs(param, shapes, self.quantized(param))
+        if piece.slice != WHOLE and dim is not None:
+            specs = [replace(spec, sliced=(dim, number, total)) for spec in specs]
+        return specs + [TensorSpec(name, torch.int64, (len(shape),)) for name, shape in self._full_shapes(param)]
 
     def all_specs(self, pieces: Iterable[Piece]) -> list[TensorSpec]:
         """Return the concatenated `specs` of several pieces."""
@@ -91,42 +92,56 @@ class WireFormat:
             shape if param.tp_dim is None else _cut(shape, param.tp_dim, kept[1])
             for shape, kept in zip(param.shapes, self._kept(shard), strict=True)
         ]
-        return self._specs(param, shapes, self.quantizes_shards(shard.name))
+        quantized = self.quantized(param) if self.quantizes_shards(shard.name) else (False,) * len(param.hf)
+        return self._specs(param, shapes, quantized)
+
+    def quantized(self, param: Param) -> tuple[bool, ...]:
+        """Return for each Hugging Face tensor of a parameter whether engines load it in the format."""
+        return self.format.quantized(param) if self.format else (False,) * len(param.hf)
 
     def quantizes_shards(self, name: str) -> bool:
         """Return whether a parameter's shards are quantized before they are sent."""
-        return self.fp8 and any(self.params[name].in_fp8) and self.is_whole_blocks(name)
+        return any(self.quantized(self.params[name])) and self.is_whole_blocks(name)
 
     def is_whole_blocks(self, name: str) -> bool:
-        """Return whether each tensor-parallel part of a parameter is one range, in FP8 of whole blocks."""
+        """Return whether each tensor-parallel part of a parameter is one range, and of whole blocks if quantized."""
         param, count = self.params[name], self.parts(name)
-        if count == 1 or param.tp_dim is None:
+        if count == 1 or param.tp_dim is None or not self.format:
             return True
-        ranges = [(shard_ranges(param, index, count, 0), fp8) for index, fp8 in enumerate(param.in_fp8)]
-        return all(len(held) == 1 and (held[0][1] % BLOCK == 0 or not fp8) for held, fp8 in ranges)
+        block = self.format.block[param.tp_dim]
+        ranges = [(shard_ranges(param, index, count, 0), here) for index, here in enumerate(self.quantized(param))]
+        return all(len(held) == 1 and (held[0][1] % block == 0 or not here) for held, here in ranges)
 
     def shard_tensors(self, shard: Shard, tensor: Tensor) -> list[Tensor]:
         """Convert a Megatron shard to the tensors that `shard_specs` describes. `tensor`: this rank's part."""
         param, quantizes = self.params[shard.name], self.quantizes_shards(shard.name)
         pieces: list[Tensor] = []
-        for piece, (first, count), fp8 in zip(unfuse(param, tensor), self._kept(shard), param.in_fp8, strict=True):
+        kept, quantized = self._kept(shard), self.quantized(param)
+        for piece, (first, count), here in zip(unfuse(param, tensor), kept, quantized, strict=True):
             if param.tp_dim is not None:
                 piece = piece.narrow(param.tp_dim, first, count)
-            pieces += quantize(piece) if quantizes and fp8 else [piece]
+            pieces += self.format.quantize(piece) if self.format and quantizes and here else [piece]
         return pieces
 
     def join(self, piece: Piece, shards: Sequence[Sequence[Tensor]]) -> NamedTensors:
         """Join the shards of a piece to the tensors that `specs` describes. `shards`: tensors of each part."""
-        param = self.params[piece.name]
+        param, shapes = self.params[piece.name], self._full_shapes(self.params[piece.name])
         names = [spec.name for spec in self.specs(piece)]
         joined: list[Tensor] = []
-        if not self.quantizes_shards(piece.name):
-            for tensor, fp8 in zip(join(param, shards), param.in_fp8, strict=True):
-                joined += quantize(tensor) if self.fp8 and fp8 else [tensor.contiguous()]
-            return list(zip(names, joined, strict=True))
-        for tensors in zip(*shards, strict=True):
-            joined.append(tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim=param.tp_dim or 0))
-        return list(zip(names, joined, strict=True))
+        if self.quantizes_shards(piece.name):
+            for tensors in zip(*shards, strict=True):
+                joined.append(tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim=param.tp_dim or 0))
+        else:
+            for tensor, here in zip(join(param, shards), self.quantized(param), strict=True):
+                joined += self.format.quantize(tensor) if self.format and here else [tensor.contiguous()]
+        return list(zip(names, [*joined, *(torch.tensor(shape) for _, shape in shapes)], strict=True))
+
+    def _full_shapes(self, param: Param) -> list[tuple[str, Shape]]:
+        """Return names and values of the tensors that hold the shapes of full weights, if the format has such."""
+        if not self.format or not self.format.shape_suffix:
+            return []
+        weights = zip(param.hf, param.shapes, self.quantized(param), strict=True)
+        return [(name + self.format.shape_suffix, shape) for name, shape, here in weights if here]
 
     def _kept(self, shard: Shard) -> list[tuple[int, int]]:
         """Return what is sent of a shard's Hugging Face tensors, along `tp_dim`: (first row, number of rows) of each.
@@ -147,14 +162,13 @@ class WireFormat:
             kept.append((start - held[0][0], stop - start))
         return kept
 
-    def _specs(self, param: Param, shapes: Sequence[Shape], fp8: bool) -> list[TensorSpec]:
+    def _specs(self, param: Param, shapes: Sequence[Shape], quantized: Sequence[bool]) -> list[TensorSpec]:
         dtype = torch.float32 if param.keep_float32 else self.dtype
         specs = []
-        for name, shape, quantized in zip(param.hf, shapes, param.in_fp8, strict=True):
-            if fp8 and quantized:
-                rows, columns = shape
-                scale = TensorSpec(name + SCALE, torch.float32, scale_shape((rows, columns)))
-                specs += [TensorSpec(name, FP8, shape), scale]
+        for name, shape, here in zip(param.hf, shapes, quantized, strict=True):
+            if self.format and here:
+                stored = self.format.stored(shape, dtype)
+                specs += [TensorSpec(name + part.suffix, part.dtype, part.shape) for part in stored]
             else:
                 specs.append(TensorSpec(name, dtype, shape))
         return specs

@@ -15,7 +15,7 @@ from grpo_mp.checkpoint.hf_reader import HfReader, check_model
 from grpo_mp.checkpoint.hf_writer import fp8_config
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import INT4, HfConfig
-from grpo_mp.rollout.engine_layout import engine_uses_fp8, precision_arguments
+from grpo_mp.rollout.engine_layout import engine_format, precision_arguments
 from grpo_mp.trainer.save import export_policy
 from grpo_mp.utils.errors import UserError
 from tests.checkpoint.helpers import no_progress, policy_of
@@ -100,11 +100,13 @@ def test_conversions_write_wide_weights_or_fp8(packed: tuple[Path, Library], tmp
 
 def test_engines_compute_in_bfloat16_unless_fp8_is_set(packed: tuple[Path, Library]) -> None:
     hf = HfConfig.read(packed[0])
-    assert not engine_uses_fp8({}, hf, cpu=False)
+    assert not engine_format({}, hf, cpu=False)
     (overrides,) = precision_arguments({}, hf, cpu=True).values()
     assert json.loads(overrides) == {"quantization_config": None}
     (overrides,) = precision_arguments({"quantization": "fp8"}, hf, cpu=False).values()
     assert json.loads(overrides) == {"quantization_config": fp8_config(hf)}
+    (overrides,) = precision_arguments({"quantization": "compressed-tensors"}, hf, cpu=False).values()
+    assert json.loads(overrides)["quantization_config"]["config_groups"]["group_0"]["weights"] == INT4
 
 
 def test_scales_of_other_groups_are_refused(packed: tuple[Path, Library], tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from grpo_mp.checkpoint.convert import to_hf, to_megatron
 from grpo_mp.checkpoint.hf_reader import HfReader
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.rollout.engine_layout import engine_uses_fp8, is_fp8_checkpoint, precision_arguments
+from grpo_mp.rollout.engine_layout import engine_format, is_fp8_checkpoint, precision_arguments
 from grpo_mp.utils.errors import UserError
 from tests.checkpoint.helpers import no_progress
 from tools.tiny.models import make_tiny, make_tokenizer
@@ -84,12 +84,12 @@ def test_a_conversion_there_and_back_is_the_model_in_bfloat16(released: tuple[Pa
 def test_engines_compute_in_bfloat16(released: tuple[Path, Tensors]) -> None:
     hf = HfConfig.read(released[0])
     for cpu in (False, True):
-        assert not engine_uses_fp8({}, hf, cpu)
+        assert not engine_format({}, hf, cpu)
         assert json.loads(precision_arguments({}, hf, cpu)["json_model_override_args"]) == {"quantization_config": None}
     assert not is_fp8_checkpoint(hf)
     assert family_of(hf).stacks_experts
     with pytest.raises(UserError, match="SGLang loads no gpt_oss in blockwise FP8: leave it out"):
-        engine_uses_fp8({"quantization": "fp8"}, hf, cpu=False)
+        engine_format({"quantization": "fp8"}, hf, cpu=False)
 
 
 def test_a_conversion_to_fp8_is_refused(released: tuple[Path, Tensors], tmp_path: Path) -> None:

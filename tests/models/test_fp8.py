@@ -1,5 +1,8 @@
-"""Blockwise FP8: which round trips are exact, and reading FP8 folders."""
+"""Blockwise FP8: which round trips are exact, and reading FP8 folders. MXFP8: its scales are those of SGLang."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from grpo_mp.checkpoint.hf_reader import HfReader
+from grpo_mp.models import mxfp8
 from grpo_mp.models.fp8 import FP8, dequantize, quantize, requantize, scale_shape
 
 SHAPES = [(128, 128), (256, 384), (130, 70), (1, 1), (127, 257), (576, 200)]
@@ -129,3 +133,26 @@ def test_a_reader_dequantizes_slices_as_the_whole_tensor(axis: int, start: int, 
         assert torch.equal(reader.read("norm"), torch.ones(3))
         assert same_bits(reader.read_stored("w"), weight)
         assert [reader.dtype(name) for name in ("w", "norm")] == [FP8, torch.float32]
+
+
+@pytest.mark.slow
+def test_scales_of_mxfp8_are_those_of_sglangs_kernel() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "tests/models/mxfp8_in_interpreter.py"]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.startswith(". ")
+
+
+def test_mxfp8_keeps_values_within_the_rounding_of_e4m3_and_cuts_none() -> None:
+    """The relative error of a value is at most 2**-4, or it is below the least normal number of its block."""
+    weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)) * torch.logspace(-5, 5, 64)[:, None]
+    weight[7, 32:64] = 0.0
+    values, exponents = mxfp8.quantize(weight)
+    scale = torch.exp2(exponents.double() - 127).repeat_interleave(32, dim=1)
+    error = (values.double() * scale - weight.double()).abs()
+    assert (error <= torch.maximum(weight.double().abs() / 16, scale * 2.0**-10)).all()
+    assert not values[7, 32:64].float().any()
+    largest = values.float().unflatten(1, (-1, 32)).abs().amax(2)
+    assert largest.max() <= 448
+    assert largest[largest > 0].min() >= 224

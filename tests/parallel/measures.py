@@ -31,6 +31,7 @@ from grpo_mp.distributed.process_groups import Parallel, all_gather, sum_over_co
 from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import SCALE, quantize
 from grpo_mp.models.mapping import Param
+from grpo_mp.models.weight_formats import BLOCKWISE_FP8
 from grpo_mp.planner.parameter_count import layers_of_stages, with_mtp_layer
 from grpo_mp.policy.checkpoint import load_policy
 from grpo_mp.policy.policy import Policy
@@ -117,7 +118,8 @@ def _exported_folders(bench: Bench) -> list[str]:
     wrong = []
     for fp8 in (False, True) if not family_of(bench.policy.hf).stacks_experts else (False,):
         folder = bench.checkpoints / f"{bench.case.name}_export_{fp8}"
-        bucket = _least_bucket(WireFormat(bench.policy.params, bench.policy.tp_sizes(), torch.float32, fp8))
+        form = BLOCKWISE_FP8 if fp8 else None
+        bucket = _least_bucket(WireFormat(bench.policy.params, bench.policy.tp_sizes(), torch.float32, form))
         export_policy(bench.policy, folder, bench.settings.model.path, bucket, fp8)
         if bench.parallel.rank == 0:
             wrong += compare_folders(folder, bench.settings.model.path, fp8, bench.policy.params)

@@ -26,9 +26,9 @@ GB = 1e9
 def plan_job_sync(job: PlannedJob, params: Mapping[str, Param]) -> tuple[list[list[Transfer]], WireFormat]:
     settings, layout = job.settings, job.settings.layout
     tp_sizes = {name: tp_size(param, layout) for name, param in params.items()}
-    wire = WireFormat(params, tp_sizes, torch.bfloat16, fp8=job.engine_uses_fp8)
+    wire = WireFormat(params, tp_sizes, torch.bfloat16, job.engine_format)
     hosts = engine_host_ranks(engine_placements(settings.engine, job.world_size, job.gpus_per_node))
-    alignment = expert_alignment(job.engine_parallelism, settings.engine.args, wire.fp8, 9.0)
+    alignment = expert_alignment(job.engine_parallelism, settings.engine.args, wire.format, 9.0)
     plan = plan_sync(
         group_params(params),
         shard_holders(params, layout, job.train_ranks, job.stage_layers),

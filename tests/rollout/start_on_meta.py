@@ -67,6 +67,7 @@ PARALLEL_FIELDS = {  # group -> the fields of SGLang's parallel state that hold 
 MODELS = (
     "deepseek_v2",
     "deepseek_nextn",
+    "kimi_k25",
     "glm4_moe",
     "glm4_moe_nextn",
     "glm4_moe_lite",
@@ -226,13 +227,13 @@ def _loaded_by_sync(model: Any, server_args: Any) -> dict[str, list[str]]:
     """
     from sglang.srt.model_loader.weight_utils import default_weight_loader
 
-    from grpo_mp.rollout.engine_layout import engine_uses_fp8
+    from grpo_mp.rollout.engine_layout import engine_format
 
     hf = HfConfig.read(Path(server_args.model_path), trains_mtp=True)
     params = family_of(hf).params(hf)
     sizes = dict.fromkeys(params, 1)
-    fp8 = engine_uses_fp8({"quantization": server_args.quantization}, hf, cpu=False)
-    wire = WireFormat(params, sizes, torch.bfloat16, fp8)
+    form = engine_format({"quantization": server_args.quantization}, hf, cpu=False)
+    wire = WireFormat(params, sizes, torch.bfloat16, form)
     names = [name for name, param in params.items() if is_of_mtp(param, hf) and not param.alias]
     specs = wire.all_specs(map(Piece, names))
     loaded = set[str]()

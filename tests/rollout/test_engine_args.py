@@ -3,8 +3,10 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,8 @@ import pytest
 
 from grpo_mp.checkpoint.hf_writer import FP8_CONFIG
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.planner.model_configs import named_config
+from grpo_mp.models.weight_formats import FORMATS, INT4
+from grpo_mp.planner.model_configs import named_config, published_config
 from grpo_mp.rollout.engine_args import (
     CPU_DEFAULTS,
     DEFAULTS,
@@ -25,7 +28,15 @@ from grpo_mp.rollout.engine_args import (
     engine_arguments,
     engine_environment,
 )
-from grpo_mp.rollout.engine_layout import OVERRIDES, EnginePlacement, engine_uses_fp8, precision_arguments
+from grpo_mp.rollout.engine_layout import (
+    OVERRIDES,
+    EnginePlacement,
+    check_blocks,
+    check_kernels,
+    engine_format,
+    engine_parallelism,
+    precision_arguments,
+)
 from grpo_mp.rollout.engine_main import ARGUMENTS
 from grpo_mp.rollout.reward_servers import server_spec
 from grpo_mp.rollout.rollout import base_spec
@@ -195,14 +206,46 @@ def test_sglang_reads_the_intended_precision(folders: dict[bool, HfConfig]) -> N
     for (folder_fp8, args, cpu, expected), arguments, (quantized, theta) in zip(
         CASES, args_of_cases, results, strict=True
     ):
-        assert engine_uses_fp8(args, folders[folder_fp8], cpu) == expected
+        assert bool(engine_format(args, folders[folder_fp8], cpu)) == expected
         assert (quantized or {}).get("weight_block_size") == ([128, 128] if expected else None)
         assert theta == 7.0
         assert (arguments != user) == (expected != folder_fp8)
 
 
 def test_unsupported_precision_is_refused(folders: dict[bool, HfConfig]) -> None:
-    with pytest.raises(UserError, match=r"^engine\.args\.quantization=awq: weights are sent as they are trained or in"):
-        engine_uses_fp8({"quantization": "awq"}, folders[False], cpu=False)
-    with pytest.raises(UserError, match=r"engines compute in FP8 on GPUs only: leave it out"):
-        engine_uses_fp8({"quantization": "fp8"}, folders[False], cpu=True)
+    with pytest.raises(
+        UserError, match=r"^engine\.args\.quantization=awq: weights are sent as they are trained, or in"
+    ):
+        engine_format({"quantization": "awq"}, folders[False], cpu=False)
+    with pytest.raises(UserError, match=r"engines compute in blockwise FP8 on GPUs only: leave it out"):
+        engine_format({"quantization": "fp8"}, folders[False], cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("args", "capability", "words"),
+    [
+        ({"quantization": "mxfp8"}, 9.0, "MXFP8 on Blackwell GPUs (compute capability 10), and these have 9"),
+        ({"quantization": "mxfp8", "moe_runner_backend": "deep_gemm"}, 10.0, "kernels: set flashinfer_trtllm, "),
+        ({"quantization": "compressed-tensors", "moe_runner_backend": "triton"}, 9.0, "kernels: set marlin, or leave"),
+        ({"quantization": "compressed-tensors"}, 10.3, "SGLang selects Triton kernels"),
+        ({"quantization": "compressed-tensors", "moe_a2a_backend": "deepep"}, 9.0, "leave moe_a2a_backend out"),
+        ({"quantization": "mxfp8"}, 10.0, ""),
+        ({"quantization": "compressed-tensors"}, 9.0, ""),
+        ({"quantization": "compressed-tensors", "moe_runner_backend": "marlin"}, 10.3, ""),
+    ],
+    ids=str,
+)
+def test_kernels_that_cannot_load_new_weights_are_refused(args: dict[str, Any], capability: float, words: str) -> None:
+    form = FORMATS[args["quantization"]]
+    context = pytest.raises(UserError, match=re.escape(words)) if words else nullcontext()
+    with context:
+        check_kernels(args, form, capability)
+
+
+def test_formats_that_do_not_fit_the_model_are_refused() -> None:
+    dense, moe = published_config("qwen3-8b"), published_config("qwen3-30b-a3b")
+    with pytest.raises(UserError, match="only routed experts are sent in INT4, and qwen3 has none"):
+        engine_format({"quantization": "compressed-tensors"}, dense, cpu=False)
+    check_blocks(engine_parallelism(8, {}, moe), moe, INT4)  # 96 columns of each expert are three groups
+    with pytest.raises(UserError, match=r"over 16 GPUs of an engine 48 each, .* of the 32 of a block in INT4"):
+        check_blocks(engine_parallelism(16, {}, moe), moe, INT4)

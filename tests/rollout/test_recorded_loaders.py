@@ -1,8 +1,10 @@
 """What a plan brings to each rank of an engine is what SGLang's own loaders keep there, for every family."""
 
+import json
 from dataclasses import replace
 from itertools import chain
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,16 +13,17 @@ import torch
 from grpo_mp.models.families import FAMILIES, family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.model_configs import published_config
-from grpo_mp.rollout.engine_layout import engine_parallelism, engine_uses_fp8, expert_alignment
+from grpo_mp.rollout.engine_layout import engine_format, engine_parallelism, expert_alignment
 from grpo_mp.weight_sync.plan import Piece, Readers, engine_readers, group_params, plan_sync
 from grpo_mp.weight_sync.wire import WireFormat
 from tests.planner.jobs import settings_of
 from tests.rollout.record_loaders import Copied
 from tests.rollout.test_start_on_meta import cuda_arguments, run_module
+from tools.tiny.models import PUBLISHED_KEYS, TINY_CONFIGS
 
 pytestmark = pytest.mark.slow
 LAYERS = 4  # of published models: three dense ones and a mixture of the largest
-FP8 = {"quantization": "fp8"}
+FP8, MXFP8, INT4 = ({"quantization": name} for name in ("fp8", "mxfp8", "compressed-tensors"))
 H100 = 9.0  # compute capability
 # model, engine.gpus_per_engine, engine.args, ranks
 CASES: list[tuple[str, int, dict[str, Any], tuple[int, ...]]] = [
@@ -42,6 +45,11 @@ CASES: list[tuple[str, int, dict[str, Any], tuple[int, ...]]] = [
     ("qwen3.5-35b-a3b", 2, FP8, (1,)),
     ("qwen3.8-27b", 4, FP8, (1,)),
     ("glm-4.5", 4, {"ep_size": 4, **FP8}, (3,)),
+    ("qwen3-30b-a3b", 8, {"ep_size": 8, **MXFP8}, (6,)),
+    ("qwen3-30b-a3b", 8, INT4, (5,)),
+    ("kimi-k2", 32, {"ep_size": 8, **INT4}, (31,)),
+    ("qwen3.5-35b-a3b", 4, {"ep_size": 4, **INT4}, (1,)),
+    ("glm-4.5", 4, {"ep_size": 2, **INT4}, (3,)),
     ("qwen3.8-27b", 4, {}, (3,)),
     ("mixtral-8x22b", 8, {"ep_size": 4}, (3,)),
     ("qwen3-8b", 4, {}, (2,)),
@@ -62,14 +70,14 @@ def small(model: str) -> HfConfig:
 
 def wire_format(hf: HfConfig, args: dict[str, Any]) -> WireFormat:
     params = family_of(hf).params(hf)
-    return WireFormat(params, dict.fromkeys(params, 1), torch.bfloat16, engine_uses_fp8(args, hf, cpu=False))
+    return WireFormat(params, dict.fromkeys(params, 1), torch.bfloat16, engine_format(args, hf, cpu=False))
 
 
 def readers_of(case: int) -> Readers:
     model, gpus, args, _ = CASES[case]
     hf = small(model)
-    parallelism, fp8 = engine_parallelism(gpus, args, hf), wire_format(hf, args).fp8
-    return engine_readers((0,), parallelism, expert_alignment(parallelism, args, fp8, H100))
+    parallelism, form = engine_parallelism(gpus, args, hf), wire_format(hf, args).format
+    return engine_readers((0,), parallelism, expert_alignment(parallelism, args, form, H100))
 
 
 def pieces(case: int, rank: int) -> tuple[list[Piece], list[Piece]]:
@@ -104,7 +112,7 @@ EACH_RANK = pytest.mark.parametrize(
 
 @EACH_RANK
 def test_the_plan_brings_what_the_loaders_keep(recorded: dict[str, Copied], case: int, rank: int) -> None:
-    """Of a slice they read all, and nothing of what lies around it."""
+    """Of a slice they read all, and nothing of what lies around it, except of INT4, which SGLang transposes first."""
     model, gpus, args, _ = CASES[case]
     hf, kept = small(model), recorded[f"{IDS[case]} {rank}"]
     assert "error" not in kept, kept["error"]
@@ -115,9 +123,13 @@ def test_the_plan_brings_what_the_loaders_keep(recorded: dict[str, Copied], case
     assert len(experts) * parallelism.expert == sum(param.expert is not None for param in wire.params.values())
     whole = {name for piece in experts if (param := wire.params[piece.name]).tp_dim is None for name in param.hf}
     for spec in wire.all_specs(experts):
-        start, elements = spec.margins[0] // spec.dtype.itemsize, prod(spec.shape)
-        assert kept[spec.name] == [elements, start, start + elements - 1]
-        divides = spec.name not in whole
+        first, elements = spec.margins[0] // spec.dtype.itemsize, prod(spec.shape)
+        last = first + elements - 1
+        if args.get("quantization") == INT4["quantization"]:
+            steps = zip(spec.full_shape, spec.stride, strict=True)
+            first, last = 0, sum((size - 1) * stride for size, stride in steps)
+        assert kept[spec.name] == [elements, first, last]
+        divides = spec.name not in whole and not spec.name.endswith("_shape")
         assert (spec.sliced or (0, 0, 1))[2] == (parallelism.expert_tensor if divides else 1)
 
 
@@ -144,6 +156,35 @@ def test_a_rank_receives_little_more_than_its_engine_keeps(recorded: dict[str, C
         assert received[rank] <= 1.05 * sum(kept[name][0] * itemsize[name] for name in kept.keys() & itemsize.keys())
     rest = wire.all_specs(Piece(name) for name in holders.keys() - experts)
     assert max(others.values()) <= 1.05 * sum(prod(spec.shape) * spec.dtype.itemsize for spec in rest)
+
+
+def test_the_text_model_of_kimi_k2_5_is_covered_once_by_what_is_sent(tmp_path: Path) -> None:
+    """Names with the prefix of the published files; SGLang's class for the whole model, on one rank."""
+    text = TINY_CONFIGS["kimi_k2"] | PUBLISHED_KEYS["kimi_k2"] | {"architectures": ["DeepseekV3ForCausalLM"]}
+    text |= {"vocab_size": 192, "num_hidden_layers": 2, "max_position_embeddings": 8192}
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 64}
+    tower = {"patch_size": 14} | sizes | {f"vt_{name}": size for name, size in sizes.items()}
+    values = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25"}
+    (tmp_path / "config.json").write_text(json.dumps(values | {"text_config": text, "vision_config": tower}))
+    hf, cases = HfConfig.read(tmp_path), {}
+    for name, args in {"wide": {}, "INT4": INT4}.items():
+        folder = tmp_path / name
+        arguments = cuda_arguments(settings_of(engine={"args": args}), hf, folder)
+        (folder / "config.json").write_bytes((tmp_path / "config.json").read_bytes())
+        wire = wire_format(hf, args)
+        specs = wire.all_specs(Piece(name) for name, param in wire.params.items() if not param.alias)
+        assert all(spec.name.startswith("language_model.") for spec in specs)
+        tensors = {spec.name: [str(spec.dtype).removeprefix("torch."), spec.shape] for spec in specs}
+        cases[name] = {"arguments": arguments, "tensors": tensors}
+    for name, counts in run_module("covered_parameters", cases).items():
+        assert "error" not in counts, counts["error"]
+        of_text = {one: count for one, count in counts.items() if one.startswith("language_model.")}
+        assert len(of_text) > 20
+        # SGLang makes the indices of INT4 itself, and keeps one shape for gate and up.
+        made = {one for one in of_text if one.endswith(("_g_idx", "_g_idx_sort_indices", "13_weight_shape"))}
+        assert bool(made) == (name == "INT4")
+        assert {one: count for one, count in of_text.items() if count[0] != count[1]}.keys() <= made
+        assert not any(count[0] for one, count in counts.items() if one not in of_text)
 
 
 def test_every_family_is_recorded() -> None:

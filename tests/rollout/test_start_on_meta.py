@@ -14,12 +14,13 @@ from grpo_mp.checkpoint.hf_reader import INDEX
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.distributed.ports import claim_ports
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.weight_formats import BLOCKWISE_FP8
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.engine_memory import engine_memory, engine_weight_bytes, state_pool
 from grpo_mp.planner.job import make_job
 from grpo_mp.planner.model_configs import find_config, published_config
 from grpo_mp.rollout.engine_args import DP_ATTENTION_PORTS, ENGINE_SITE, engine_arguments, ports_needed
-from grpo_mp.rollout.engine_layout import EnginePlacement, check_fp8_blocks, engine_parallelism, engine_uses_fp8
+from grpo_mp.rollout.engine_layout import EnginePlacement, check_blocks, engine_format, engine_parallelism
 from grpo_mp.utils.errors import UserError
 from tests.planner.jobs import job_of, settings_of
 from tests.recipes import RL
@@ -151,7 +152,7 @@ def test_a_recipe_is_sharded_and_quantized_as_planned(facts_by_case: Facts, name
     assert facts["attn_dp_size"] == parallelism.replicas
     assert facts["attn_tp_size"] == parallelism.attention_tensor
     assert facts["moe_ep_size"] == parallelism.expert
-    assert (facts["fp8_matrices"] > 0) == engine_uses_fp8(settings.engine.args, hf, cpu=False)
+    assert (facts["fp8_matrices"] > 0) == bool(engine_format(settings.engine.args, hf, cpu=False))
     batch_script = (CONFIGS.parent / "launch" / f"{name}.sh").read_text()
     nodes = int(re.findall(r"#SBATCH .*--nodes=(\d+)", batch_script)[0])
     job = make_job(settings, hf, read_cluster("h100-80"), nodes)
@@ -225,7 +226,7 @@ def test_a_parallelism_is_refused_where_sglang_refuses_it(facts_by_case: Facts, 
 
 def refusal_of(gpus: int, args: dict[str, Any], hf: HfConfig) -> str:
     try:
-        check_fp8_blocks(engine_parallelism(gpus, args, hf), hf)
+        check_blocks(engine_parallelism(gpus, args, hf), hf, BLOCKWISE_FP8)
     except UserError as refusal:
         return str(refusal)
     return ""

@@ -20,17 +20,17 @@ def settings_of(algorithm: Any = "grpo", **sections: dict[str, Any]) -> Settings
 
 
 @pytest.mark.parametrize(
-    ("settings", "fp8", "sentence"),
+    ("settings", "precision", "sentence"),
     [
-        (settings_of(), True, "engines compute in FP8"),
-        (settings_of(rollout={"max_staleness": 1}), False, "rollout.max_staleness=1 trains on tokens of older weights"),
-        (settings_of(), False, ""),
-        (settings_of(CORRECTED), True, ""),
-        (settings_of({"old_logprobs": "engine"}), True, ""),  # ratios to the engine correct for it
+        (settings_of(), "FP8", "engines compute in FP8"),
+        (settings_of(rollout={"max_staleness": 1}), None, "rollout.max_staleness=1 trains on tokens of older weights"),
+        (settings_of(), None, ""),
+        (settings_of(CORRECTED), "INT4", ""),
+        (settings_of({"old_logprobs": "engine"}), "FP8", ""),  # ratios to the engine correct for it
     ],
 )
-def test_start_warnings(settings: Settings, fp8: bool, sentence: str) -> None:
-    found = start_warnings(settings.algorithm, settings.rollout, fp8)
+def test_start_warnings(settings: Settings, precision: str | None, sentence: str) -> None:
+    found = start_warnings(settings.algorithm, settings.rollout, precision)
     assert len(found) == bool(sentence)
     assert all(sentence in one for one in found)
 

@@ -14,6 +14,7 @@ from grpo_mp.checkpoint.convert import to_hf, to_megatron
 from grpo_mp.checkpoint.hf_reader import HfReader
 from grpo_mp.config import check_settings
 from grpo_mp.distributed.process_groups import Parallel, single_rank_environment, start_parallel, stop_parallel
+from grpo_mp.models.weight_formats import BLOCKWISE_FP8
 from grpo_mp.policy.policy import Policy
 from grpo_mp.weight_sync.plan import WHOLE
 from grpo_mp.weight_sync.reshard import Resharder
@@ -51,7 +52,7 @@ def test_fp8_sync_equals_converter_output(family: str, parallel: Parallel, tmp_p
     to_hf(tmp_path / "megatron", tmp_path / "fp8", None, True, lambda done, total: None)
 
     policy = Policy(check_settings(BASE | {"model": {"path": model}}, "test"), parallel, with_reference=False)
-    wire = WireFormat(policy.params, policy.tp_sizes(), torch.bfloat16, fp8=True)
+    wire = WireFormat(policy.params, policy.tp_sizes(), torch.bfloat16, BLOCKWISE_FP8)
     rounds = plan_rounds(wire, policy.local_shards(), lambda _: {WHOLE: (0,)}, 2**20, parallel.cpu_group, 1)
     resharder = Resharder(rounds, wire, policy.tensors)
     sent = dict(chain.from_iterable(resharder.stages(rounds)))

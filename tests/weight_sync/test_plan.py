@@ -15,14 +15,18 @@ from typing import Any, cast
 
 import pytest
 import torch
+from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor
 
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import coordinates, shard_holders, tensor_part, tp_size
 from grpo_mp.models.families import FAMILIES
 from grpo_mp.models.fp8 import SCALE, quantize
+from grpo_mp.models.hf_config import INT4 as INT4_GROUPS
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param
+from grpo_mp.models.weight_formats import BLOCKWISE_FP8, INT4, MXFP8, WeightFormat
 from grpo_mp.rollout.engine_layout import EngineParallelism
 from grpo_mp.rollout.shared_memory import NamedTensors
 from grpo_mp.weight_sync.plan import (
@@ -55,6 +59,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "sixths": SIXTHS,
     "thirds of blocks": SIXTHS | {"hidden_size": 256, "moe_intermediate_size": 768, "intermediate_size": 768},
     "halves cut blocks": SIXTHS | {"hidden_size": 256, "moe_intermediate_size": 384, "intermediate_size": 384},
+    "halves cut groups": SIXTHS | {"hidden_size": 64, "moe_intermediate_size": 96, "intermediate_size": 96},
 }
 FAMILY_SHAPES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"n_routed_experts": EXPERTS, "n_group": 1, "topk_group": 1},
@@ -67,6 +72,7 @@ OVERLAPPING = {
     "sixths": {(2, 3, False), (3, 2, False)},
     "thirds of blocks": {(2, 3, True), (3, 2, True)},
     "halves cut blocks": {(2, 3, False), (6, 3, False), (3, 3, True)},
+    "halves cut groups": {(2, 3, False), (6, 3, False), (3, 3, True)},
 }
 STAGES = {1: ((0, 1, 2),), 2: ((0, 1), (2,)), 3: ((0,), (1,), (2,))}  # uneven for two
 
@@ -81,7 +87,7 @@ class Case:
     layout: LayoutConfig
     engines: int
     parallelism: EngineParallelism
-    fp8: bool = False
+    form: WeightFormat | None = None
     round_bytes: int = 20_000
     shape: str = "small"
 
@@ -122,8 +128,8 @@ def all_cases() -> list[Case]:
     return cases
 
 
-def fp8_cases() -> list[Case]:
-    """Tensor parallelism 2 leaves whole blocks of most matrices, 4 cuts some."""
+def low_precision_cases(form: WeightFormat) -> list[Case]:
+    """Of FP8, tensor parallelism 2 leaves whole blocks of most matrices, 4 cuts some."""
     layouts = (LayoutConfig(expert=4), LayoutConfig(tensor=2, expert_tensor=2), LayoutConfig(tensor=4, expert_tensor=4))
     engines = (
         (4, EngineParallelism(1, 1, 1, 1, 1, EXPERTS)),
@@ -131,22 +137,23 @@ def fp8_cases() -> list[Case]:
         (2, EngineParallelism(2, 1, 1, 2, 2, EXPERTS)),  # slices of 128, whole blocks
         (1, EngineParallelism(4, 1, 1, 4, 4, EXPERTS)),  # of 64: each rank gets whole experts
     )
+    families = ("deepseek_v3", "qwen3_moe") if form == BLOCKWISE_FP8 else ("qwen3_moe",)
     return [
-        Case(family, 4, 2, layout, *engine, fp8=True, round_bytes=200_000, shape="wide")
-        for family, layout, engine in product(("deepseek_v3", "qwen3_moe"), layouts, engines)
+        Case(family, 4, 2, layout, *engine, form=form, round_bytes=200_000, shape="wide")
+        for family, layout, engine in product(families, layouts, engines)
     ]
 
 
-def overlapping_cases(shape: str) -> list[Case]:
+def overlapping_cases(shape: str, form: WeightFormat | None) -> list[Case]:
     """Two or six parts on the trainer's side, three slices on the engines', and the other way."""
     layouts = [LayoutConfig(tensor=tensor, expert_tensor=tensor) for tensor in (2, 3, 6)]
     layouts.append(LayoutConfig(tensor=2, expert=2, expert_tensor=3))
     engines = [(6 // gpus, EngineParallelism(gpus, 1, 1, gpus, gpus, EXPERTS)) for gpus in (2, 3, 6)]
     engines.append((1, EngineParallelism(6, 1, 2, 6, 6, EXPERTS)))
-    fp8 = shape != "sixths"
+    families = ("qwen3_moe",) if form else ("deepseek_v3", "qwen3_moe")
     return [
-        Case(family, 6, 6, layout, *engine, fp8, 2_000_000 if fp8 else 50_000, shape)
-        for family, layout, engine in product(("qwen3_moe",) if fp8 else ("deepseek_v3", "qwen3_moe"), layouts, engines)
+        Case(family, 6, 6, layout, *engine, form, 2_000_000 if form else 50_000, shape)
+        for family, layout, engine in product(families, layouts, engines)
     ]
 
 
@@ -184,7 +191,7 @@ def shards_by_rank(case: Case) -> list[dict[str, int]]:
 def wire_format(case: Case) -> WireFormat:
     params, _ = model(case.family, case.shape)
     sizes = {name: tp_size(param, case.layout) for name, param in params.items()}
-    return WireFormat(params, sizes, torch.bfloat16, case.fp8)
+    return WireFormat(params, sizes, torch.bfloat16, case.form)
 
 
 def plan_of(case: Case) -> SyncPlan:
@@ -192,7 +199,7 @@ def plan_of(case: Case) -> SyncPlan:
     return plan_sync(
         group_params(wire.params),
         find_holders(wire.params, shards_by_rank(case), wire.parts),
-        engine_readers(case.host_ranks, case.parallelism, 128 if case.fp8 else 1),
+        engine_readers(case.host_ranks, case.parallelism, max(case.form.block) if case.form else 1),
         case.ranks_per_node,
         wire.sizes,
         case.round_bytes,
@@ -257,18 +264,45 @@ def expected(case: Case, rank: int) -> dict[str, Tensor]:
         )
         for name in param.hf if mine and not param.alias else ():
             found = {name: tensors[name]}
-            if case.fp8 and param.is_projection:
-                found[name], found[name + SCALE] = quantize(tensors[name])
+            if case.form and case.form.quantized(param)[param.hf.index(name)]:
+                found = REFERENCES[case.form.name](name, tensors[name])
             if param.expert is not None and slices(case):
-                found = {n: t.chunk(gpus // expert_parallel, int("down" in n))[place] for n, t in found.items()}
+                found = {
+                    n: t if n.endswith("_shape") else t.chunk(gpus // expert_parallel, int("down" in n))[place]
+                    for n, t in found.items()
+                }
             kept |= found
     return kept
 
 
 def slices(case: Case) -> bool:
-    """Whether each rank's slice of an expert can be sent: in FP8 of whole blocks alone."""
+    """Whether each rank's slice of an expert can be sent: in a low precision of whole blocks alone."""
     size = expert_rows(case) * case.parallelism.expert // case.parallelism.gpus
-    return not case.fp8 or size % 128 == 0
+    return not case.form or size % max(case.form.block) == 0
+
+
+def fp8_reference(name: str, weight: Tensor) -> dict[str, Tensor]:
+    values, scale = quantize(weight)
+    return {name: values, name + SCALE: scale}
+
+
+def mxfp8_reference(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """Block by block in float64: the least power of two with which no value exceeds 448."""
+    blocks = weight.double().unflatten(1, (-1, 32))
+    exponents = torch.log2(blocks.abs().amax(2) / 448).ceil()
+    values = (blocks / torch.exp2(exponents)[:, :, None]).flatten(1).to(torch.float8_e4m3fn)
+    return {name: values, name + SCALE: (exponents + 127).to(torch.uint8)}
+
+
+def int4_reference(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """As the compressed-tensors library compresses the whole weight."""
+    scale = weight.unflatten(1, (-1, 32)).abs().amax(2) / 7.5
+    scheme = QuantizationScheme(targets=["Linear"], weights=INT4_GROUPS)
+    stored = PackedQuantizationCompressor.compress({"weight": weight, "weight_scale": scale}, scheme)
+    return {name.removesuffix("weight") + part: tensor for part, tensor in stored.items()}
+
+
+REFERENCES = {"fp8": fp8_reference, "mxfp8": mxfp8_reference, "compressed-tensors": int4_reference}
 
 
 def expert_rows(case: Case) -> int:
@@ -339,25 +373,34 @@ def test_every_pair_of_layouts_brings_what_each_engine_rank_keeps(of_large: int)
         check(case)
 
 
-@pytest.mark.parametrize("case", fp8_cases(), ids=str)
-def test_fp8_is_quantized_at_the_source_bit_for_bit(case: Case) -> None:
-    check(case)
-    wire = wire_format(case)
-    experts = [name for name, param in wire.params.items() if param.expert is not None]
-    at_source = {wire.quantizes_shards(name) for name in experts}
-    assert at_source == {case.layout.expert_tensor < 4}  # 256 rows over four ranks are half blocks
+@pytest.mark.parametrize("form", [BLOCKWISE_FP8, MXFP8, INT4], ids=lambda form: form.name)
+def test_weights_are_quantized_at_the_source_bit_for_bit(form: WeightFormat) -> None:
+    for case in low_precision_cases(form):
+        check(case)
+        wire = wire_format(case)
+        experts = [name for name, param in wire.params.items() if param.expert is not None]
+        at_source = {wire.quantizes_shards(name) for name in experts}
+        assert at_source == {case.layout.expert_tensor < 4 or form != BLOCKWISE_FP8}  # 256 over four are half blocks
 
 
-@pytest.mark.parametrize(("shape", "pairs"), OVERLAPPING.items())
-def test_parts_and_slices_of_which_none_is_whole_others(shape: str, pairs: set[tuple[int, int, bool]]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "form"),
+    [
+        ("sixths", None),
+        ("thirds of blocks", BLOCKWISE_FP8),
+        ("halves cut blocks", BLOCKWISE_FP8),
+        ("halves cut groups", INT4),
+    ],
+    ids=lambda value: getattr(value, "name", None) or str(value),
+)
+def test_parts_and_slices_of_which_none_is_whole_others(shape: str, form: WeightFormat | None) -> None:
     """Experts; of other weights, which travel whole, two, three and six parts are joined."""
-    sent = set()
-    for case in overlapping_cases(shape):
+    sent, pairs = set(), OVERLAPPING[shape]
+    for case in overlapping_cases(shape, form):
         check(case)
         wire = wire_format(case)
         for transfer in chain(*plan_of(case).rounds):
-            name = transfer.names[0]
-            if transfer.slice != WHOLE:
+            for name in transfer.names if transfer.slice != WHOLE else ():
                 sent.add((wire.parts(name), transfer.slice.total, wire.quantizes_shards(name)))
     assert pairs <= sent
 
