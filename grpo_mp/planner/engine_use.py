@@ -213,7 +213,8 @@ def sync_use(job: PlannedJob) -> ResourceUse:
     requests = SYNC_REQUESTS + rounds + (1 if shared else PAUSE_REQUESTS)
     latency_s = requests * OVERHEADS.engine_request_s + shared * OVERHEADS.engine_memory_s
     latency_s += ROUND_COLLECTIVES * rounds * OVERHEADS.host_collective_s + tensors * OVERHEADS.sync_tensor_s
-    form, stage = job.engine_format, job.parameter_counts[job.largest_stage]
+    form = job.engine_format
+    stage = job.parameter_counts[job.largest_stage]
     quantized = (stage.expert if form.experts_only else stage.total) if form else 0
     traffic = QUANTIZED_ELEMENT_BYTES[form.name] + job.per_parameter.weights if form else 0
     return ResourceUse(

@@ -10,6 +10,7 @@ from grpo_mp.checkpoint.hf_writer import SHARD_BYTES
 from grpo_mp.config.sections import RunConfig
 from grpo_mp.distributed.coordinates import PIPELINE, communicators, coordinates
 from grpo_mp.distributed.layout import ModelShape
+from grpo_mp.models.families import family_of
 from grpo_mp.planner.activations import activation_bytes, forward_bytes, logits_bytes
 from grpo_mp.planner.clusters import OVERHEADS
 from grpo_mp.planner.engine_memory import EngineMemory, engine_memory, served_memory
@@ -22,6 +23,7 @@ from grpo_mp.utils.types import expert_id_bytes
 from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY
 
 BytesByKind = Mapping[str, float]
+ROTARY_TABLES = 32  # lru_cache(maxsize=32) of Megatron's RotaryEmbedding.forward and YarnRotaryEmbedding.forward
 
 
 class SubPhase(StrEnum):
@@ -112,12 +114,28 @@ def device_memory(job: PlannedJob, stage: int, engine: EngineMemory) -> dict[Sub
             "contexts": processes * OVERHEADS.cuda_context,
             "communication": communication + engine.communication * shared,
             **trainer,
+            "rotary tables": rotary_table_bytes(job, stage) * (sub_phase not in BEFORE_TRAINING),
             "fragments": OVERHEADS.fragmentation * total_bytes(trainer),
             **_present(_engine_occupants(engine), resident),
             **_present(_served_occupants(job), resident),
         }
         memory[sub_phase] = {kind: size for kind, size in sizes.items() if size}
     return memory
+
+
+def rotary_table_bytes(job: PlannedJob, stage: int) -> float:
+    """Return the bytes on one GPU of the angles of rotary embeddings that Megatron keeps, each as long as a sequence.
+
+    Its class caches the float32 tables of the last ROTARY_TABLES lengths, of all layers together. Fused latent
+    attention keeps a cosine and a sine in bfloat16 for each layer instead.
+    """
+    family = family_of(job.hf)
+    values, kept = family.config(job.hf), 4 * ROTARY_TABLES
+    if job.model.mla_cache_dim:
+        width, kept = values["qk_pos_emb_head_dim"], max(kept, 2 * 2 * len(job.stage_layers[stage]))
+    else:
+        width = values["kv_channels"] * family.rotary(job.hf).get("rotary_percent", 1.0)
+    return kept * width * job.settings.rollout.max_sequence_tokens
 
 
 def _present(occupants: Iterator[Occupant], resident: Residency) -> dict[str, float]:
@@ -311,7 +329,18 @@ def _exports(run: RunConfig) -> bool:
 def _export_host_bytes(job: PlannedJob) -> float:
     weights = job.per_parameter.weights
     tensor, folder = _largest_tensor(job.model, 1) * weights, job.parameters * weights
-    return min(2 * max(SHARD_BYTES, tensor) + tensor, max(tensor, folder / job.train_ranks))
+    stacks = stacked_expert_bytes(job)
+    # The stacked gate and up of a layer are one tensor of a shard, while the next layer's stacks are filled.
+    tensor = max(tensor, 2 / 3 * stacks)
+    return stacks + min(2 * max(SHARD_BYTES, tensor) + tensor, max(tensor, folder / job.train_ranks))
+
+
+def stacked_expert_bytes(job: PlannedJob) -> float:
+    """Return the bytes of the experts of one layer, if exports hold them in one tensor (`stack_experts`); else 0."""
+    if not family_of(job.hf).stacks_experts:
+        return 0.0
+    model = job.model
+    return 3.0 * model.num_experts * model.moe_ffn_hidden_size * model.hidden_size * job.per_parameter.weights
 
 
 def _engine_rank_host_memory(job: PlannedJob, engine: EngineMemory) -> dict[str, float]:

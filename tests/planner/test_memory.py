@@ -2,12 +2,18 @@
 
 import subprocess
 import sys
+import weakref
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
+from grpo_mp.checkpoint.stacked_experts import stack_experts
 from grpo_mp.planner.activations import forward_bytes, layer_bytes, logits_bytes
-from grpo_mp.planner.memory import MemoryPlan, SubPhase, plan_memory
+from grpo_mp.planner.memory import MemoryPlan, SubPhase, plan_memory, rotary_table_bytes, stacked_expert_bytes
 from tests.planner.jobs import job_of
 
 QWEN = 7_615_616_512  # parameters of Qwen2.5-7B, as its publisher's files hold
@@ -114,3 +120,35 @@ def test_every_phase_takes_what_is_planned(arguments: tuple[str, ...]) -> None:
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr[-2000:]
     assert result.stdout.count("ratio") == 8
+
+
+def test_rotary_tables_are_those_that_megatron_keeps() -> None:
+    job = job_of("qwen3-8b", "h100-80", 1, rollout={"max_prompt_tokens": 200, "max_response_tokens": 800})
+    rotary = RotaryEmbedding(128, rotary_percent=1.0, use_cpu_initialization=True, cp_group=None)
+    RotaryEmbedding.forward.cache_clear()
+    lengths = range(950, 1001)
+    tables = [weakref.ref(rotary(length, packed_seq=True).untyped_storage()) for length in lengths]
+    kept = [table().nbytes() for table in tables if table() is not None]
+    assert len(kept) < len(lengths)
+    assert sum(kept) == pytest.approx(rotary_table_bytes(job, 0), rel=0.03)
+    RotaryEmbedding.forward.cache_clear()
+
+
+def test_an_export_holds_the_stacked_experts_of_a_layer() -> None:
+    """Fed with the experts of one layer, without memory; only GPT-OSS is exported so."""
+    job = job_of("gpt-oss-20b", "h100-80", 1)
+    hf = job.hf
+    sizes = {part: (hf.int("intermediate_size"), hf.int("hidden_size")) for part in ("gate", "up")}
+    sizes["down"] = hf.int("hidden_size"), hf.int("intermediate_size")
+    held = [0]
+
+    def experts() -> Iterator[tuple[str, torch.Tensor]]:
+        for expert, (part, shape) in product(range(hf.int("num_local_experts")), sizes.items()):
+            held.append(sum(stack.nbytes for stack in stacked.gi_frame.f_locals["stacks"].values()))
+            name = f"model.layers.0.mlp.experts.{expert}.{part}_proj.weight"
+            yield name, torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    stacked: Any = stack_experts(experts(), hf.int("num_local_experts"))
+    assert len(list(stacked)) == 2
+    assert max(held) == stacked_expert_bytes(job)
+    assert stacked_expert_bytes(job_of("qwen3-30b-a3b", "h100-80", 1)) == 0
