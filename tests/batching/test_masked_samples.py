@@ -127,6 +127,7 @@ def test_tokens_of_high_covariance_are_those_of_the_whole_update(
     (again,) = with_covariances([whole], kind, parallel)
     of_samples = zip(again.sample_ids, gather_responses(again.high_covariance, again), strict=True)
     assert {i: values.tolist() for i, values in of_samples} == found
+    assert len(policy_losses.token_draws(whole)[whole.in_loss].unique()) == 83  # each token draws its own number
 
 
 @pytest.mark.parametrize("weights", [WEIGHTS, (0.0, 0.0, 0.0)])
