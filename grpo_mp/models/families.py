@@ -170,7 +170,8 @@ FAMILIES = {
         hy_v3.config,
         hy_v3.rules,
         models="Hy3",
-        rejected="biases, rope scaling, training its layer that predicts ahead",
+        rejected="biases, rope scaling, training its layer that predicts ahead; peft does not load exported adapters, "
+        "merged exports have them",
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
