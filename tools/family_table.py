@@ -17,7 +17,8 @@ from tests.rollout.test_family_engines import FAMILIES as ENGINES
 from tests.rollout.test_recorded_loaders import CASES as LOADED
 
 COLUMNS = ("model_type", "architecture", "models", "layouts", "engine", "MTP", "replay", "recipes", "rejected")
-ENGINE_ARGUMENTS = {"ep_size": "experts", "attn_dp_size": "attention", "quantization": "FP8"}
+ENGINE_ARGUMENTS = {"ep_size": "experts", "attn_dp_size": "attention"}
+QUANTIZATIONS = {"fp8": "FP8", "mxfp8": "MXFP8", "compressed-tensors": "INT4"}
 
 
 def family_rows() -> Iterator[tuple[str, ...]]:
@@ -57,6 +58,8 @@ def _engine(name: str) -> Iterator[str]:
     loaded = [args for model, _, args, _ in LOADED if published_config(model).model_type == name]
     yield from ("tensor",) if loaded else ()
     yield from (word for key, word in ENGINE_ARGUMENTS.items() if any(key in args for args in loaded))
+    formats = {args.get("quantization") for args in loaded}
+    yield from (word for value, word in QUANTIZATIONS.items() if value in formats)
 
 
 def _multi_token_prediction(family: Family, hf: HfConfig) -> str:
