@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Original = Callable[..., Any]
+SHARED_HIDDEN_SIZE = 512  # of a model whose products oneDNN computes in less time, though its calls cost more
 ALIGNMENT_BYTES = 16  # torch's grouped_mm requires rows aligned to this
 
 

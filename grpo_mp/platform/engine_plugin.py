@@ -97,7 +97,7 @@ def _murmur_hash32(original: Callable[..., Any], *inputs: torch.Tensor) -> torch
 def _replace_operators(original: Callable[..., Any], runner: Any) -> None:
     if _is_deterministic():
         runner.operators = enable_batch_invariance()
-    elif torch.get_num_threads() > 1:
+    elif torch.get_num_threads() > 1 and runner.model_config.hidden_size >= engine_layers.SHARED_HIDDEN_SIZE:
         runner.operators = engine_layers.share_products_among_threads()
 
 

@@ -19,7 +19,7 @@ STEPS = range(1, LAST_STEP + 1)
 GROUPS, SIZE, UPDATES, RANKS = 4, 4, 2, 2
 # What runs of several turns, of speculative decoding, of a multi-token-prediction layer, a teacher or a critic, and of
 # supervised fine-tuning write: tests of their own have these.
-OF_OTHER_RUNS = ("rollout/episode", "train/mtp_", "distill/", "critic/", "sft/")
+OF_OTHER_RUNS = ("rollout/episode", "train/mtp_", "distill/", "critic/", "sft/", "mismatch/mass_outside_kept")
 ALSO_OF_OTHERS = {"rollout/given_tokens/mean", "rollout/acceptance_length", "eval/{set}/loss"}
 SOLVE_RATES = {
     "none": (-1, 0),
