@@ -461,7 +461,7 @@ def test_a_shard_that_several_ranks_are_sent_is_quantized_once(monkeypatch: pyte
 
     monkeypatch.setattr(WireFormat, "shard_tensors", converted)
     layout, engine = LayoutConfig(tensor=4, expert_tensor=4), EngineParallelism(1, 1, 1, 1, 1, EXPERTS)
-    case = Case("qwen3_moe", 4, 2, layout, 4, engine, fp8=True, round_bytes=200_000, shape="wide")
+    case = Case("qwen3_moe", 4, 2, layout, 4, engine, form=BLOCKWISE_FP8, round_bytes=200_000, shape="wide")
     sent: list[Shard] = []
     for resharder in resharders(case, plan_of(case)):
         for round_ in resharder.rounds:
