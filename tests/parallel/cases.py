@@ -13,6 +13,8 @@ SPARSE = {"moe_intermediate_size": 32}
 # A gated delta net divides by the length of its output. With wider weights some of them are so short that a difference
 # of 5e-8 in the weights changes the gradient by 3e-3, on one rank as in any layout.
 HYBRID = GROUPED | {"initializer_range": 0.05, "rms_norm_eps": 1e-4}
+# Small logits: a product of ratios sums the rounding of an answer's logprobs.
+SHALLOW = {"num_hidden_layers": 2, "initializer_range": 0.05}
 LATENT = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
 
 DIRECT = LATENT | {"q_lora_rank": None}  # queries without a low rank
@@ -35,7 +37,7 @@ LORA = {"rank": 3, "alpha": 5.0}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> family, and what differs from its tiny shape
     "deepseek_v3": ("deepseek_v3", SMALL | SPARSE | LATENT),
     "qwen3_moe": ("qwen3_moe", GROUPED | SPARSE),
-    "shallow": ("qwen3_moe", GROUPED | SPARSE | {"num_hidden_layers": 2}),  # for what is not about layers
+    "shallow": ("qwen3_moe", GROUPED | SPARSE | SHALLOW),  # for what is not about layers
     "qwen3": ("qwen3", GROUPED),
     "tied": ("qwen3", GROUPED | {"tie_word_embeddings": True}),
     "odd_vocabulary": ("qwen3_moe", GROUPED | SPARSE | {"vocab_size": 163}),
