@@ -94,7 +94,7 @@ def cuda_environment(environment: Mapping[str, str], system: Path = SYSTEM_TOOLK
         # Compiled kernels are found again by the toolkit's path, so it must not change from start to start.
         name = hashlib.sha256(str(folder.parent).encode()).hexdigest()[:12]
         home = link_toolkit(folder.parent, CACHE.expanduser() / f"cuda_{name}")
-    # Otherwise SGLang's compiler of kernels takes the folder above the first nvcc of the path.
+    # Without CUDA_HOME, SGLang compiles kernels with the toolkit of the first nvcc on the path.
     return variables | ({"CUDA_HOME": str(home)} if home else {})
 
 

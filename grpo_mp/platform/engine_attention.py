@@ -16,17 +16,17 @@ ALIGNMENT = 16  # numbers of keys are padded to multiples: torch sums the rest o
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """B sequences with Q new tokens each, whose attention is computed together; the same in all layers of a forward."""
+    """A batch of B sequences with Q new tokens each. The layers of a forward pass share it."""
 
     tokens: Tensor  # [B * Q]: place of each new token among those of all sequences
     cache_rows: Tensor  # [B * G * L]: row of each head and token in a cache [S * G, D]; the tokens of a head adjacent
-    hidden: Tensor  # [B, 1, 1, Q, L]: which keys a new token does not see
+    masked: Tensor  # [B, 1, 1, Q, L]: True where a new token must not attend to a key
 
 
 def plan_attention(
     slots: Tensor, lengths: Sequence[int], new_tokens: Sequence[int], heads: tuple[int, int], window: int | None
 ) -> list[AttentionBatch]:
-    """Return the batches in which `paged_attention` computes the attention of sequences.
+    """Group sequences into the batches of `paged_attention`.
 
     `slots` [sequences, tokens]: cache slot of each token (beyond a sequence's length any valid slot); `lengths`: tokens
     of each sequence; `new_tokens`: how many of them, at the end, are new; `heads`: of queries and of keys; `window`:
@@ -42,10 +42,10 @@ def plan_attention(
         cache_rows = batch_slots[:, None] * groups + torch.arange(groups)[None, :, None]
         positions = (batch_lengths[:, None] - count + torch.arange(count))[:, :, None]  # [B, Q, 1]
         places = torch.arange(batch_slots.shape[1])
-        hidden = places > positions
+        masked = places > positions
         if window is not None:
-            hidden |= places <= positions - window
-        plan.append(AttentionBatch(tokens.flatten(), cache_rows.flatten(), hidden[:, None, None]))
+            masked |= places <= positions - window
+        plan.append(AttentionBatch(tokens.flatten(), cache_rows.flatten(), masked[:, None, None]))
     return plan
 
 
@@ -86,7 +86,7 @@ def _attend(query: Tensor, cache: tuple[Tensor, Tensor], batch: AttentionBatch, 
     keys, values = cache
     heads, size = query.shape[1:]
     groups = keys.shape[1]
-    sequences, _, _, count, length = batch.hidden.shape
+    sequences, _, _, count, length = batch.masked.shape
     shape = (sequences, groups, length, -1)
     gathered_keys = keys.view(-1, size).index_select(0, batch.cache_rows).view(shape)
     if values.data_ptr() == keys.data_ptr():  # latent attention: values are a slice of the keys
@@ -97,7 +97,7 @@ def _attend(query: Tensor, cache: tuple[Tensor, Tensor], batch: AttentionBatch, 
     grouped = query.view(sequences, count, groups, heads // groups, size).permute(0, 2, 3, 1, 4)
     scores = grouped.reshape(sequences, groups, -1, size) @ gathered_keys.to(query.dtype).transpose(-1, -2)
     scores = scores.float().mul_(softmax.scale).view(*grouped.shape[:-1], -1)
-    scores.masked_fill_(batch.hidden, -torch.inf)
+    scores.masked_fill_(batch.masked, -torch.inf)
     if softmax.sinks is not None:
         sinks = softmax.sinks.float().view(groups, -1, 1, 1).expand(*scores.shape[:-1], 1)
         weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1].to(query.dtype)

@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Original = Callable[..., Any]
-SHARED_HIDDEN_SIZE = 512  # of a model whose products oneDNN computes in less time, though its calls cost more
+SHARED_HIDDEN_SIZE = 512  # below it, a call of oneDNN costs more than it saves
 ALIGNMENT_BYTES = 16  # torch's grouped_mm requires rows aligned to this
 
 
 def share_products_among_threads() -> torch.library.Library:
-    """Replace matrix products in this process by oneDNN's, as long as the returned library exists.
+    """Use oneDNN for matrix products in this process while the returned library exists.
 
-    MKL gives each thread some of the rows. A decode step has one row for each request, too few for several threads.
+    MKL divides the rows among threads. A decode step has one row for each request, too few for several threads.
     """
     library = torch.library.Library("aten", "IMPL")
     library.impl("mm", matrix_product, "CPU")

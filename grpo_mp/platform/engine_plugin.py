@@ -7,7 +7,7 @@ import gc
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from grpo_mp.platform import engine_gated_delta, engine_layers
-from grpo_mp.platform.engine_attention import paged_attention, plan_attention
+from grpo_mp.platform.engine_attention import AttentionBatch, paged_attention, plan_attention
 from grpo_mp.platform.engine_invariance import enable_batch_invariance
 from grpo_mp.platform.packed_attention import Softmax
 from grpo_mp.utils.files import ENGINE_SCRATCH
@@ -121,34 +121,47 @@ def _get_rope_cpu(original: Callable[..., Any], *args: Any) -> Any:
 
 
 def _drop_plans(original: Callable[..., Any], backend: Any, *args: Any) -> Any:
-    """Replace the preparation of a forward pass: the plans of its attention are made by the first layer that asks."""
+    """Drop the attention batches of the last forward pass before SGLang prepares the next one."""
     backend.plans = {}
     return original(backend, *args)
 
 
 def _extend(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace SGLang's prefill attention."""
-    *states, lengths, _, new_lengths, encoder_lengths = args
+    """Replace SGLang's prefill attention. `slots` [R, L]: cache slots by request, indexed by `rows`."""
+    query, output, keys, values, slots, rows, lengths, _, new_lengths, encoder_lengths = args
     if not _is_self_attention(encoder_lengths, kwargs) or not kwargs["causal"]:
         return original(backend, *args, **kwargs)
-    return _attend(backend, states, lengths, new_lengths, _softmax(backend, kwargs))
+    softmax = _softmax(backend, kwargs)
+    layer = (query.shape[1], keys.shape[1], softmax.window)
+    plan = _plan(backend, layer, slots[rows], lengths=lengths, new_lengths=new_lengths)
+    return output.copy_(paged_attention(query, (keys, values), plan, softmax))
 
 
 def _decode(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace SGLang's decode attention."""
-    *states, lengths, encoder_lengths = args
+    """Replace SGLang's decode attention. `slots` [R, L]: cache slots by request, indexed by `rows`."""
+    query, output, keys, values, slots, rows, lengths, encoder_lengths = args
     if not _is_self_attention(encoder_lengths, kwargs):
         return original(backend, *args, **kwargs)
-    return _attend(backend, states, lengths, torch.ones_like(lengths), _softmax(backend, kwargs))
-
-
-def _attend(backend: Any, states: Sequence[Tensor], lengths: Tensor, new_lengths: Tensor, softmax: Softmax) -> Tensor:
-    query, output, keys, values, slots, rows = states  # `slots` [R, L]: cache slots by request, indexed by `rows`
-    heads = (query.shape[1], keys.shape[1])
-    if (plan := backend.plans.get((heads, softmax.window))) is None:
-        plan = plan_attention(slots[rows], lengths.tolist(), new_lengths.tolist(), heads, softmax.window)
-        backend.plans[heads, softmax.window] = plan
+    softmax = _softmax(backend, kwargs)
+    layer = (query.shape[1], keys.shape[1], softmax.window)
+    plan = _plan(backend, layer, slots[rows], lengths=lengths, new_lengths=torch.ones_like(lengths))
     return output.copy_(paged_attention(query, (keys, values), plan, softmax))
+
+
+def _plan(
+    backend: Any, layer: tuple[int, int, int | None], slots: Tensor, lengths: Tensor, new_lengths: Tensor
+) -> list[AttentionBatch]:
+    """Return the attention batches of a forward pass, which layers with the same heads and window share.
+
+    `layer`: number of query heads, number of key heads, window; for the others see `plan_attention`.
+    """
+    if layer not in backend.plans:
+        query_heads, key_heads, window = layer
+        backend.plans[layer] = plan_attention(
+            slots, lengths.tolist(), new_lengths.tolist(), (query_heads, key_heads), window
+        )
+    plan: list[AttentionBatch] = backend.plans[layer]
+    return plan
 
 
 def _is_self_attention(encoder_lengths: Any, kwargs: dict[str, Any]) -> bool:
