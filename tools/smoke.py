@@ -259,7 +259,8 @@ def write_rates(machine: Machine) -> str:
     """Measure the rates of this machine and write a cluster profile; return its path and the main rates."""
     shipped = yaml.safe_load(PROFILES.read_text(encoding="utf-8"))[shipped_profile()]
     profile = shipped | measure_rates(machine.folder)
-    decoding, file = machine.folder / DECODING, machine.folder / "cluster.yaml"
+    decoding = machine.folder / DECODING
+    file = machine.folder / "cluster.yaml"
     if rate := json.loads(decoding.read_text()) if decoding.is_file() else None:
         share = min(1.0, rate / profile["device_memory_gb_s"])
         profile["achievable"] = profile["achievable"] | {"device_memory": float(f"{share:.2g}")}

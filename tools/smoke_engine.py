@@ -116,7 +116,8 @@ async def generate(client: EngineClient, workload: Workload, vocab_size: int) ->
 
 def run_benchmark(process: EngineProcess, workload: Workload) -> float:
     """Return the generated tokens per second that SGLang's own benchmark reports of this engine."""
-    result, spec = process.log.with_suffix(".benchmark.jsonl"), process.spec
+    spec = process.spec
+    result = process.log.with_suffix(".benchmark.jsonl")
     result.unlink(missing_ok=True)
     sizes = {
         "random-input-len": workload.prompt_tokens,

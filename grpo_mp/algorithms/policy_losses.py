@@ -14,7 +14,11 @@ from grpo_mp.utils.types import MicroBatch
 # Published constants: for a positive advantage, for a negative one.
 SAPO_TEMPERATURES = (1.0, 1.05)
 VESPO_K, VESPO_LAMBDA = (2.0, 3.0), (3.0, 2.0)
-COV_SHARE, COV_BOUNDS, COV_KL = 2e-4, (1.0, 5.0), 1.0  # of Clip-Cov and KL-Cov, as in verl
+# Clip-Cov and KL-Cov, with verl's defaults: share of the tokens that are selected, limits of Clip-Cov's covariance,
+# weight of KL-Cov's penalty.
+COV_SHARE = 2e-4
+COV_BOUNDS = (1.0, 5.0)
+COV_KL = 1.0
 EPS = 1e-8
 Reduce = Callable[[Tensor], Tensor]  # sums a tensor over the ranks that hold parts of the same sequences
 
@@ -76,7 +80,7 @@ class TokenTerms:
     advantages: Tensor
     correction: Tensor  # rollout correction: importance weights old / rollout, limited
     sequences: Sequences
-    high_covariance: Tensor | None = None  # bool: tokens that Clip-Cov or KL-Cov selected; None: another loss
+    high_covariance: Tensor | None = None  # bool: the tokens that Clip-Cov or KL-Cov selects; None: another loss
 
 
 class PolicyLoss(Protocol):
@@ -213,18 +217,19 @@ class CovarianceLimits:
     def of(
         kind: Literal["random", "largest"], advantages: Tensor, logprobs: Tensor, draws: Tensor
     ) -> "CovarianceLimits":
-        """Return the limits for all tokens of an update, float64 [N] each. `draws`: a random number of each token."""
-        means = float(advantages.mean()), float(logprobs.mean())
-        c = (advantages - means[0]) * (logprobs - means[1])
+        """Compute the limits from the N tokens of an update, float64 [N] each. `draws`: one random number a token."""
+        mean_advantage = float(advantages.mean())
+        mean_logprob = float(logprobs.mean())
+        c = (advantages - mean_advantage) * (logprobs - mean_logprob)
         count = max(1, int(COV_SHARE * len(c)))
         if kind == "largest":
-            return CovarianceLimits(kind, *means, limit=float(c.topk(count).values[-1]))
+            return CovarianceLimits(kind, mean_advantage, mean_logprob, limit=float(c.topk(count).values[-1]))
         eligible = draws[(c > COV_BOUNDS[0]) & (c < COV_BOUNDS[1])].sort().values
         limit = float(eligible[:count][-1]) if len(eligible) else -1.0
-        return CovarianceLimits(kind, *means, limit=limit)
+        return CovarianceLimits(kind, mean_advantage, mean_logprob, limit)
 
     def select(self, advantages: Tensor, logprobs: Tensor, draws: Tensor) -> Tensor:
-        """Return which tokens are selected, bool [T], of float64 [T] each."""
+        """Return a mask of the selected tokens, bool [T]. Arguments: float64 [T]."""
         c = (advantages - self.mean_advantage) * (logprobs - self.mean_logprob)
         if self.kind == "largest":
             return c >= self.limit
@@ -232,9 +237,9 @@ class CovarianceLimits:
 
 
 def token_draws(batch: MicroBatch) -> Tensor:
-    """Return a number in [0, 1) for each token, float64 [T]: a hash of its sequence's index and its position there.
+    """Return a pseudo-random number in [0, 1) for each token, float64 [T].
 
-    It is the same in each layout.
+    The number is a hash of the sample id and the token's position, so that it does not depend on the layout.
     """
     ids = torch.tensor([*batch.sample_ids, 0])[batch.sequence_index.clamp(min=0)]
     state = ids * 0x9E3779B1 + batch.positions * 0x85EBCA77
@@ -244,7 +249,7 @@ def token_draws(batch: MicroBatch) -> Tensor:
 
 
 def clip_cov(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
-    """Compute `ppo_clip`, and 0 for the tokens that CovarianceLimits selects at random, [T] -> [T].
+    """Compute `ppo_clip`, with a loss of 0 for the tokens that CovarianceLimits selects at random, [T] -> [T].
 
     arXiv 2505.22617. The tokens are selected once for an update, from the old policy's logprobs.
     """

@@ -34,7 +34,7 @@ INTERRUPT_LIMIT_S = 25  # from Ctrl-C until ranks are killed; the launcher kills
 def start_ranks(ranks: int, arguments: Sequence[str], module: str) -> int:
     """Run `module` on `ranks` ranks until all end; return 0, or the exit status of the first rank that failed."""
     cores = len(os.sched_getaffinity(0))
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))  # of each rank, and of its engine on CPUs
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))  # for a rank, and for its engine on CPUs
     os.environ.update(OWN_NETWORK | {LAUNCHER_PID: str(os.getpid())})
     logger = logging.getLogger("torch.distributed.elastic")
     logger.addHandler(logging.NullHandler())

@@ -1,21 +1,21 @@
-"""Truncated sampling: the tokens that an engine leaves out of the distribution that it samples from."""
+"""Truncated sampling: settings of top_p, top_k and min_p."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-MAX_KEPT = 1024  # tokens that an engine keeps at most at each position, if it returns them
+MAX_KEPT = 1024  # largest number of kept tokens at a position, if the engine returns them
 
 Limits = dict[Literal["top_p", "top_k", "min_p"], float]
 
 
 @dataclass(frozen=True)
 class Truncation:
-    """Limits on the tokens to sample from, in SGLang's terms.
+    """Limits of truncated sampling, as defined by SGLang.
 
-    `top_p`: least probability of the kept tokens together; `top_k`: their largest number, None: no limit; `min_p`:
-    least probability of a kept token, as a share of the largest one.
+    `top_p`: probability that the kept tokens reach together; `top_k`: largest number of kept tokens, None: no limit;
+    `min_p`: least probability of a kept token, divided by the largest probability.
     """
 
     top_p: float = 1.0
@@ -28,7 +28,7 @@ class Truncation:
 
 
 def truncation_of(value: "float | Limits") -> Truncation:
-    """Return the limits that a setting `top_p` names: the probability alone, or several limits by name."""
+    """Convert a setting `top_p`, which is a probability or a mapping of limits."""
     limits: Limits = value if isinstance(value, dict) else {"top_p": value}
     top_k = limits.get("top_k")
     return Truncation(limits.get("top_p", 1.0), None if top_k is None else int(top_k), limits.get("min_p", 0.0))

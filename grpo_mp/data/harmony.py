@@ -1,6 +1,7 @@
-"""Answers in OpenAI's harmony format, which GPT-OSS writes: messages with a channel, and with a recipient if they call.
+"""Parser of OpenAI's harmony format, in which GPT-OSS answers.
 
-The format: https://cookbook.openai.com/articles/openai-harmony. A recipient may stand before the channel or after it.
+An answer is a sequence of messages, each in a channel: `analysis` is the reasoning. A tool call also has a recipient,
+before or after the channel. Source: https://cookbook.openai.com/articles/openai-harmony.
 """
 
 import re
@@ -10,21 +11,21 @@ from dataclasses import dataclass
 from grpo_mp.utils.types import Message
 
 CHANNEL = "<|channel|>"
-PARSER = "gpt-oss"  # of SGLang
-START = "<|start|>assistant"  # the end of a prompt
+PARSER = "gpt-oss"  # name of SGLang's tool parser
+START = "<|start|>assistant"  # last text of a prompt
 MESSAGE = re.compile(
     r"(?:<\|start\|>assistant)?(?P<header>[^<]*(?:<\|(?:channel|constrain)\|>[^<]*)+)<\|message\|>"
     r"(?P<text>.*?)(?P<end><\|(?:end|call|return)\|>|(?=<\|start\|>)|\Z)",
     re.DOTALL,
 )
-THOUGHTS = "analysis"
-FIELD = "thinking"  # of a message, in GPT-OSS's chat template
-TAGGED = re.compile(r"<think>\n(.*)\n</think>\n(.*)", re.DOTALL)  # as `split_thoughts` writes them
+ANALYSIS = "analysis"
+FIELD = "thinking"  # field of a message that GPT-OSS's chat template renders
+TAGGED = re.compile(r"<think>\n(.*)\n</think>\n(.*)", re.DOTALL)  # output of `split_analysis`
 
 
 @dataclass(frozen=True)
-class Said:
-    """One message of an answer. `recipient`: the tool that it calls, or ""; `end`: its last token, "" if it was cut."""
+class HarmonyMessage:
+    """A message of an answer. `recipient`: the called tool, or ""; `end`: end token, "" if the answer was cut."""
 
     channel: str
     recipient: str
@@ -32,58 +33,58 @@ class Said:
     end: str
 
     @property
-    def is_thought(self) -> bool:
-        return self.channel == THOUGHTS and not self.recipient
+    def is_analysis(self) -> bool:
+        return self.channel == ANALYSIS and not self.recipient
 
     def as_parsed(self) -> str:
-        """Return the message in the spelling of a call that SGLang's parser reads."""
+        """Return the text of the message in the one form of calls that SGLang's parser reads."""
         if not self.recipient:
             return f"{START}{CHANNEL}{self.channel}<|message|>{self.text}{self.end}"
         return f"{START}{CHANNEL}commentary to={self.recipient} <|constrain|>json<|message|>{self.text}{self.end}"
 
 
-def split_thoughts(answer: str) -> tuple[str, str]:
-    """Return the thoughts of an answer, between the tags that other models write, and its other messages.
+def split_analysis(answer: str) -> tuple[str, str]:
+    """Split an answer into its analysis between `<think>` tags, and its other messages for SGLang's parser.
 
-    `answer`: with its special tokens, from the end of the prompt on.
+    `answer`: the sampled text with special tokens.
     """
-    said = [*_messages(answer)]
-    thoughts = "\n".join(message.text.strip() for message in said if message.is_thought)
-    others = "".join(message.as_parsed() for message in said if not message.is_thought)
-    return (f"<think>\n{thoughts}\n</think>\n" if thoughts else ""), others
+    messages = [*_messages(answer)]
+    analysis = "\n".join(message.text.strip() for message in messages if message.is_analysis)
+    others = "".join(message.as_parsed() for message in messages if not message.is_analysis)
+    return (f"<think>\n{analysis}\n</think>\n" if analysis else ""), others
 
 
 def plain_text(answer: str) -> str:
-    """Return an answer as other models write it: its thoughts between tags, then what it says.
+    """Convert an answer to the format of other reasoning models: `<think>` analysis `</think>`, then the other text.
 
-    The tag of thoughts that were cut stays open. Text outside of messages is kept.
+    The closing tag is left out if the analysis was cut. Text outside messages is not dropped.
     """
-    said = [*_messages(answer)]
-    thoughts, _ = split_thoughts(answer)
-    if said and said[-1].is_thought and not said[-1].end:
-        thoughts = thoughts.removesuffix("\n</think>\n")
-    spoken = [f"{message.recipient} {message.text}".strip() for message in said if not message.is_thought]
+    messages = [*_messages(answer)]
+    analysis, _ = split_analysis(answer)
+    if messages and messages[-1].is_analysis and not messages[-1].end:
+        analysis = analysis.removesuffix("\n</think>\n")
+    texts = [f"{message.recipient} {message.text}".strip() for message in messages if not message.is_analysis]
     outside = re.sub(r"<\|\w+\|>", "", MESSAGE.sub("", answer)).removeprefix("assistant")
-    return thoughts + "\n".join(text for text in (outside.strip(), *spoken) if text)
+    return analysis + "\n".join(text for text in (outside.strip(), *texts) if text)
 
 
-def with_thinking(message: Message) -> Message:
-    """Move thoughts from the content of a message to its field `thinking`.
+def move_analysis(message: Message) -> Message:
+    """Move the analysis between `<think>` tags from the content of a message to its field `thinking`.
 
-    The chat template refuses a call with both: there the thoughts stay, of which it writes those of the last turns.
+    A message with tool calls gets an empty content, because GPT-OSS's chat template raises if it has both fields.
     """
     found = TAGGED.fullmatch(str(message.get("content") or ""))
     if not found:
         return message
-    thoughts, content = found.groups()
-    return {**message, FIELD: thoughts, "content": "" if message.get("tool_calls") else content}
+    analysis, content = found.groups()
+    return {**message, FIELD: analysis, "content": "" if message.get("tool_calls") else content}
 
 
-def _messages(answer: str) -> Iterator[Said]:
+def _messages(answer: str) -> Iterator[HarmonyMessage]:
     for match in MESSAGE.finditer(answer):
         header = match["header"]
         recipient = re.search(r"to=([^\s<]+)", header)
         channel = re.match(r"\w*", header.partition(CHANNEL)[2].lstrip())
-        yield Said(
+        yield HarmonyMessage(
             channel[0] if channel else "", recipient[1] if recipient else "", text=match["text"], end=match["end"]
         )

@@ -165,12 +165,12 @@ def thinking_texts(message: Message) -> list[tuple[str, str]]:
 
 
 def _with_thinking_in(message: Message, field: str) -> Message:
-    """Move an answer's thinking to the field that the chat template renders."""
+    """Move the thinking of an answer to the field that the chat template renders."""
     given = next((name for name in THINKING if message.get(name)), None)
     if message["role"] != "assistant" or given == field:
         return message
     if given is None:
-        return harmony.with_thinking(message) if field == harmony.FIELD else message
+        return harmony.move_analysis(message) if field == harmony.FIELD else message
     return {name: value for name, value in message.items() if name != given} | {field: message[given]}
 
 
@@ -188,7 +188,7 @@ def thinking_field(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
 
 
 def answer_texts(tokenizer: PreTrainedTokenizerBase, answers: Sequence[Sequence[int]]) -> list[str]:
-    """Decode answers for rewards and agents, without special tokens; of the harmony format, see `plain_text`."""
+    """Decode answers for rewards and agents, without special tokens. Convert harmony answers by `plain_text`."""
     is_harmony = harmony.CHANNEL in tokenizer.get_added_vocab()
     texts = tokenizer.batch_decode([list(answer) for answer in answers], skip_special_tokens=not is_harmony)
     if not is_harmony:
@@ -301,11 +301,12 @@ class ChatRenderer:
         """Return the tokens from the end of the answer `sampled` to the start of the next answer.
 
         They are the rest of the template's text after an answer, `messages`, and the generation prompt. `calls`: those
-        of the answer, for templates such as GPT-OSS's, which name results after the call.
+        of the answer; templates such as GPT-OSS's write the name of the called tool before its result.
         """
         if calls and messages and messages[0]["role"] == "tool" and self._names_results_after_calls:
             answered = (FIXED[0], {"role": "assistant", "content": "", "tool_calls": list(calls)})
-            before, whole = self.render(answered, asks=False), self.render((*answered, *messages))
+            before = self.render(answered, asks=False)
+            whole = self.render((*answered, *messages))
             if not whole.startswith(before):
                 raise UserError("the chat template changes a call once its result follows: use another template")
             return self._encode(whole.removeprefix(before))
@@ -313,14 +314,14 @@ class ChatRenderer:
         if not mark:
             raise UserError("the chat template leaves answers out: no turn can follow one; use another template")
         tokens = self._encode(rest)
-        # The template, too, begins the text after an answer with the stop token that was sampled, or, as GPT-OSS's,
-        # with the one that stands for it in a conversation that goes on.
+        # The text after an answer begins with the stop token, which was sampled already. If messages follow, GPT-OSS's
+        # template writes another token in its place.
         ends = {*tokens[:1], *self._last_answer_end}
         return tokens[1:] if sampled and sampled[-1] in ends else tokens
 
     @cached_property
     def _names_results_after_calls(self) -> bool:
-        """Whether the template refuses the result of a tool after an answer without calls."""
+        """Whether the template raises for the result of a tool after an answer without calls."""
         try:
             self.render((*FIXED, RESULT))
         except UserError:

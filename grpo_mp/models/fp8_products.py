@@ -1,4 +1,4 @@
-"""Shapes of the matrices that training.fp8_format multiplies in FP8."""
+"""Check of matrix shapes for training.fp8_format."""
 
 from collections.abc import Iterable
 
@@ -9,11 +9,11 @@ FP8_MULTIPLE = 16  # elements
 
 
 def check_fp8_products(rules: Iterable[Rule], tensor: int, expert_tensor: int) -> None:
-    """Raise UserError for a projection of which a rank holds a part that TransformerEngine cannot multiply in FP8.
+    """Raise UserError if TransformerEngine cannot multiply a rank's part of a projection in FP8.
 
-    On Hopper both operands of an FP8 product lie along the axis that is summed over: columns of a weight in the forward
-    pass, its rows for the gradient of the input. cuBLAS reads such lines in units of 16 bytes (`CanonicalizeGemmInput`
-    in TransformerEngine's cublaslt_gemm.cu, which a run reaches in its first step).
+    On Hopper, both operands of an FP8 product are contiguous along the summed axis: the columns of a weight in the
+    forward pass, its rows for the gradient of the input. cuBLAS needs a multiple of 16 elements there
+    (`CanonicalizeGemmInput` in TransformerEngine's cublaslt_gemm.cu). Without this check, the first step would fail.
     """
     for param in (rule.example() for rule in rules if rule.layers):
         if not (param.is_projection or param.name.endswith("eh_proj.weight")):

@@ -37,7 +37,7 @@ class WeightFormat:
     stored: Callable[[Shape, torch.dtype], tuple[Stored, ...]]
     shape_suffix: str = ""
     experts_only: bool = False  # only routed experts are quantized
-    pads: bool = False  # the last block of a row or column may be cut
+    pads: bool = False  # the last block of a row or column may be smaller
 
     def quantized(self, param: Param) -> tuple[bool, ...]:
         """Return for each Hugging Face tensor of a parameter whether it is quantized."""
@@ -46,7 +46,7 @@ class WeightFormat:
         return param.in_fp8
 
     def bytes_per_element(self, dtype: torch.dtype) -> float:
-        """Return the bytes of an element of a weight of `dtype`, with its share of the scales."""
+        """Return the bytes of an element of a weight of `dtype`, including its share of the scales."""
         shape = (fp8.BLOCK, fp8.BLOCK)
         return sum(prod(one.shape) * one.dtype.itemsize for one in self.stored(shape, dtype)) / prod(shape)
 

@@ -83,10 +83,10 @@ def engine_memory(job: PlannedJob) -> EngineMemory:
 
 
 def _window_pool_ratio(args: Mapping[str, Any]) -> float:
-    """Return the tokens in the pool of layers with a sliding window by those in the pool of the others.
+    """Return the size of the sliding-window pool divided by the size of the full-attention pool [tokens].
 
-    As SGLang's HybridSWAPoolConfigurator. Without a radix cache and with a limit of running requests, it makes the
-    first pool as large as these requests need; this is not counted.
+    The rule is that of SGLang's HybridSWAPoolConfigurator. Its exception for engines without a radix cache, which
+    sizes the first pool by max_running_requests, is not counted.
     """
     if args.get("disable_hybrid_swa_memory"):
         return 1.0
@@ -190,7 +190,7 @@ def is_quantized(job: PlannedJob, rule: Rule) -> bool:
 
 
 def bytes_per_element(job: PlannedJob, rule: Rule) -> float:
-    """Return the bytes of an element of the rule's weights; in a low precision with its share of the block's scale."""
+    """Return the bytes of an element of the rule's weights; in a low precision including its share of the scale."""
     if job.engine_format and is_quantized(job, rule):
         return job.engine_format.bytes_per_element(getattr(torch, job.settings.model.dtype))
     return DTYPE_BYTES[job.settings.model.dtype]

@@ -124,18 +124,20 @@ def device_memory(job: PlannedJob, stage: int, engine: EngineMemory) -> dict[Sub
 
 
 def rotary_table_bytes(job: PlannedJob, stage: int) -> float:
-    """Return the bytes on one GPU of the angles of rotary embeddings that Megatron keeps, each as long as a sequence.
+    """Return the bytes of the rotary tables that Megatron caches on one GPU, an upper bound.
 
-    Its class caches the float32 tables of the last ROTARY_TABLES lengths, of all layers together. Fused latent
-    attention keeps a cosine and a sine in bfloat16 for each layer instead.
+    All layers share the float32 tables of the last ROTARY_TABLES sequence lengths; each is counted at the longest
+    sequence's length. Fused latent attention has a cosine and a sine table in bfloat16 for each layer instead.
     """
     family = family_of(job.hf)
-    values, kept = family.config(job.hf), 4 * ROTARY_TABLES
+    values = family.config(job.hf)
+    bytes_per_angle = 4 * ROTARY_TABLES
     if job.model.mla_cache_dim:
-        width, kept = values["qk_pos_emb_head_dim"], max(kept, 2 * 2 * len(job.stage_layers[stage]))
+        width = values["qk_pos_emb_head_dim"]
+        bytes_per_angle = max(bytes_per_angle, 2 * 2 * len(job.stage_layers[stage]))
     else:
         width = values["kv_channels"] * family.rotary(job.hf).get("rotary_percent", 1.0)
-    return kept * width * job.settings.rollout.max_sequence_tokens
+    return bytes_per_angle * width * job.settings.rollout.max_sequence_tokens
 
 
 def _present(occupants: Iterator[Occupant], resident: Residency) -> dict[str, float]:
@@ -330,7 +332,7 @@ def _export_host_bytes(job: PlannedJob) -> float:
     weights = job.per_parameter.weights
     tensor, folder = _largest_tensor(job.model, 1) * weights, job.parameters * weights
     stacks = stacked_expert_bytes(job)
-    # The stacked gate and up of a layer are one tensor of a shard, while the next layer's stacks are filled.
+    # A shard holds the stacked gate and up weights of a layer while the stacks of the next layer are filled.
     tensor = max(tensor, 2 / 3 * stacks)
     return stacks + min(2 * max(SHARD_BYTES, tensor) + tensor, max(tensor, folder / job.train_ranks))
 

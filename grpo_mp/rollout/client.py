@@ -37,11 +37,11 @@ class SamplingParams:
 
     max_response_tokens: int
     temperature: float = 1.0
-    top_p: TopP = 1.0  # as in the settings: a probability, or limits by name
+    top_p: TopP = 1.0  # as in the settings: a probability or a mapping of limits
     stop: tuple[str, ...] = ()  # stop strings; need an engine with a tokenizer
     ignore_eos: bool = False
     seeds: tuple[int, ...] = ()  # one seed for each response; (): the engine's own random generator
-    with_kept: bool = False  # also return the tokens that truncation kept, at most MAX_KEPT, and logprobs over them
+    with_kept: bool = False  # return the kept tokens, at most MAX_KEPT, and logprobs over them
 
     def up_to(self, tokens: int | None) -> "SamplingParams":
         """Return the parameters with the token limit lowered to `tokens`; None: unchanged."""
@@ -332,7 +332,8 @@ class EngineClient:
         if list(tokens) != list(output["output_ids"]):
             raise self._error("/generate", "output_ids and output_token_logprobs name different tokens")
         reason, computed = (meta["finish_reason"] or {}).get("type"), prompt_tokens + len(tokens) - 1
-        logprobs, kept = [entry[0] for entry in pairs], None
+        logprobs = [entry[0] for entry in pairs]
+        kept = None
         if "output_token_sampling_mask" in meta:
             logprobs = meta["output_token_sampling_logprobs"]
             kept = KeptTokens.of(meta["output_token_sampling_mask"])

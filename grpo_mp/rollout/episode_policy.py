@@ -271,7 +271,7 @@ class EpisodePolicy:
         calls = list[tuple[str, str]]()
         text = text[: min([text.find(end) for end in stop if end in text], default=None)]
         if renderer.tools and parser and not output.truncated:
-            split = harmony.split_thoughts if parser == harmony.PARSER else split_thinking
+            split = harmony.split_analysis if parser == harmony.PARSER else split_thinking
             thought, said = split(renderer.tokenizer.decode(output.tokens))  # tool calls may contain special tokens
             rest, calls = await self.context.client.parse_tool_calls(said, renderer.tools, parser)
             text = renderer.clean(thought + rest).strip() if calls else text

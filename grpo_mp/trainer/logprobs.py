@@ -73,7 +73,7 @@ def _reference_logprobs(policy: Policy, batches: Sequence[MicroBatch]) -> list[T
 def with_covariances(
     update: Sequence[MicroBatch], kind: Literal["random", "largest"], parallel: Parallel
 ) -> list[MicroBatch]:
-    """Mark the tokens of high covariance in the whole update, whatever its micro-batches, see CovarianceLimits."""
+    """Add masks of the tokens that CovarianceLimits selects from all micro-batches of an update."""
 
     def inputs(batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor] | None:
         old = batch.old_logprobs

@@ -50,7 +50,7 @@ class TopLogprobs:
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """Tokens that truncated sampling kept at each position of a response, the sampled one among them.
+    """Tokens that truncated sampling kept at each position of a response; the sampled token is one of them.
 
     A position with 0 tokens was sampled from the full distribution, or was given.
     """
@@ -63,13 +63,13 @@ class KeptTokens:
 
     @classmethod
     def of(cls, positions: Sequence[Sequence[int]]) -> KeptTokens:
-        """Return the kept tokens of `positions`, one list of ids for each."""
+        """Convert lists of token ids, one list for each position."""
         ids = np.fromiter((token for kept in positions for token in kept), np.int32)
         return cls(ids, np.array([len(kept) for kept in positions], np.int32))
 
     @classmethod
     def joined(cls, parts: Sequence[tuple[KeptTokens | None, int]]) -> KeptTokens | None:
-        """Concatenate the kept tokens of parts of a response, each with its number of tokens; None without any."""
+        """Concatenate parts of a response, each with its number of tokens. Return None if no part has kept tokens."""
         known = [kept for kept, _ in parts if kept]
         counts = [kept.counts if kept else np.zeros(tokens, np.int32) for kept, tokens in parts]
         return cls(np.concatenate([kept.ids for kept in known]), np.concatenate(counts)) if known else None
@@ -79,7 +79,7 @@ class KeptTokens:
         return KeptTokens(self.ids[: counts.sum()], counts)
 
     def padded(self, width: int) -> npt.NDArray[np.int32]:
-        """Return the ids as a table [tokens, width], with NO_TOKEN behind those of a position."""
+        """Return the ids as an array [tokens, width]; NO_TOKEN fills the rest of each row."""
         table = np.full((len(self), width), NO_TOKEN, np.int32)
         table[np.arange(width) < self.counts[:, None]] = self.ids
         return table
@@ -307,8 +307,7 @@ class MicroBatch:
     prompt_rows: tuple[RowRange, ...] = ()  # per sequence, the rows of its shared prompt; (): no prompt is shared
     entropy_floor: float = -math.inf  # [nats]; tokens with a lower entropy are masked out of the loss
     entropy_weight: float = 0.0  # 1 / number of tokens in the update over which the entropy bonus is averaged
-    # Tokens that the policy loss treats apart, by their covariance within the update (Clip-Cov, KL-Cov), bool; None: no
-    # such loss.
+    # Mask of the tokens that Clip-Cov or KL-Cov selects in the update, bool; None: another policy loss.
     high_covariance: torch.Tensor | None = None
     # Targets of the multi-token-prediction layer: the token after `targets`, int64; its weight in the loss of the
     # update, float64; its rollout logprob, float32.

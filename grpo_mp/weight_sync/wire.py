@@ -114,10 +114,11 @@ class WireFormat:
 
     def shard_tensors(self, shard: Shard, tensor: Tensor) -> list[Tensor]:
         """Convert a Megatron shard to the tensors that `shard_specs` describes. `tensor`: this rank's part."""
-        param, quantizes = self.params[shard.name], self.quantizes_shards(shard.name)
+        param = self.params[shard.name]
+        quantizes = self.quantizes_shards(shard.name)
         pieces: list[Tensor] = []
-        kept, quantized = self._kept(shard), self.quantized(param)
-        for piece, (first, count), here in zip(unfuse(param, tensor), kept, quantized, strict=True):
+        parts = zip(unfuse(param, tensor), self._kept(shard), self.quantized(param), strict=True)
+        for piece, (first, count), here in parts:
             if param.tp_dim is not None:
                 piece = piece.narrow(param.tp_dim, first, count)
             pieces += self.format.quantize(piece) if self.format and quantizes and here else [piece]
@@ -125,7 +126,8 @@ class WireFormat:
 
     def join(self, piece: Piece, shards: Sequence[Sequence[Tensor]]) -> NamedTensors:
         """Join the shards of a piece to the tensors that `specs` describes. `shards`: tensors of each part."""
-        param, shapes = self.params[piece.name], self._full_shapes(self.params[piece.name])
+        param = self.params[piece.name]
+        shapes = self._full_shapes(param)
         names = [spec.name for spec in self.specs(piece)]
         joined: list[Tensor] = []
         if self.quantizes_shards(piece.name):
@@ -137,7 +139,7 @@ class WireFormat:
         return list(zip(names, [*joined, *(torch.tensor(shape) for _, shape in shapes)], strict=True))
 
     def _full_shapes(self, param: Param) -> list[tuple[str, Shape]]:
-        """Return names and values of the tensors that hold the shapes of full weights, if the format has such."""
+        """Return the tensors with the shapes of full weights, as (name, shape), if the format has such tensors."""
         if not self.format or not self.format.shape_suffix:
             return []
         weights = zip(param.hf, param.shapes, self.quantized(param), strict=True)

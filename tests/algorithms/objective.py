@@ -170,7 +170,7 @@ def _policy_loss(new: Tensor, old: Tensor, correction: Tensor, advantage: float,
 
 
 def high_covariance(tokens: int) -> NDArray[np.bool_]:
-    """Say which tokens of a sample Clip-Cov and KL-Cov have selected."""
+    """Return a mask of the tokens of a sample that the tests give to Clip-Cov and KL-Cov as selected."""
     return np.arange(tokens) % 3 == 1
 
 
