@@ -7,9 +7,9 @@ transformer-engine-torch, which has no wheel. Then, on Linux with gcc and no dri
 - headers: the first command of launch/README.md installs the headers that TransformerEngine's extension needs.
 - start: a process with the engine's preload starts, and the nvcc of pip compiles a kernel.
 - imports: modules with CUDA kernels, and SGLang's scheduler, server and models, load as on an H100.
-- recipes: SGLang's own ServerArgs accept the engine arguments of every recipe.
+- recipes: the engine of every recipe starts, and ends at the first call that needs a GPU, which it names.
 
-The first two use the unmodified CUDA runtime and a driver whose functions fail, the others a runtime that answers as
+The first three use the unmodified CUDA runtime and a driver whose functions fail, the others a runtime that answers as
 eight H100s: its device memory is host memory, and kernels do nothing. The exit status is 1 if a check failed.
 Not reached: process groups, kernels, graphs, IPC, sleep, TransformerEngine's extension, and so the trainer's modules.
 """
@@ -22,6 +22,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -55,13 +56,20 @@ RUNTIME = r"""
 #include <dlfcn.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 #define TOTAL 85520809984UL
+#define NEEDS_GPU if (refused(__func__)) return cudaErrorDevicesUnavailable;
+static int refused(const char *call) {
+  if (!getenv("GRPO_MP_REFUSE_GPUS")) return 0;
+  dprintf(2, "refused: %s\n", call);
+  return 1;
+}
 static __thread int current;
 static const int attributes[512] = {[1] = 1024, [8] = 49152, [10] = 32, [12] = 65536, [16] = 132, [39] = 2048,
                                     [75] = 9, [81] = 233472, [82] = 65536, [97] = 232448};
 cudaError_t cudaGetDeviceCount(int *n) { *n = 8; return 0; }
 cudaError_t cudaGetDevice(int *d) { *d = current; return 0; }
-cudaError_t cudaSetDevice(int d) { current = d; return 0; }
+cudaError_t cudaSetDevice(int d) { NEEDS_GPU current = d; return 0; }
 cudaError_t cudaDriverGetVersion(int *v) { *v = 13000; return 0; }
 cudaError_t cudaDeviceGetAttribute(int *v, enum cudaDeviceAttr a, int d) { *v = attributes[a]; return 0; }
 cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int d) {
@@ -77,16 +85,27 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int d) {
   return 0;
 }
 cudaError_t cudaMemGetInfo(size_t *f, size_t *t) { *f = TOTAL - (1UL << 30); *t = TOTAL; return 0; }
-cudaError_t cudaMalloc(void **p, size_t n) { *p = aligned_alloc(512, (n + 511) / 512 * 512); return *p ? 0 : 2; }
+cudaError_t cudaMalloc(void **p, size_t n) {
+  NEEDS_GPU
+  *p = aligned_alloc(512, (n + 511) / 512 * 512);
+  return *p ? 0 : 2;
+}
 cudaError_t cudaFree(void *p) { free(p); return 0; }
 cudaError_t cudaHostAlloc(void **p, size_t n, unsigned f) { return cudaMalloc(p, n); }
 cudaError_t cudaFreeHost(void *p) { free(p); return 0; }
 cudaError_t cudaMemcpyAsync(void *d, const void *s, size_t n, enum cudaMemcpyKind k, cudaStream_t t) {
+  NEEDS_GPU
   return memcpy(d, s, n) ? 0 : 1;
 }
-cudaError_t cudaMemsetAsync(void *d, int v, size_t n, cudaStream_t s) { memset(d, v, n); return 0; }
-cudaError_t cudaStreamCreateWithPriority(cudaStream_t *s, unsigned f, int p) { *s = malloc(64); return 0; }
+cudaError_t cudaMemsetAsync(void *d, int v, size_t n, cudaStream_t s) { NEEDS_GPU memset(d, v, n); return 0; }
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t *s, unsigned f, int p) {
+  NEEDS_GPU
+  *s = malloc(64);
+  return 0;
+}
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, unsigned f) { *e = malloc(64); return 0; }
+cudaError_t cudaLaunchKernel(const void *f, dim3 g, dim3 b, void **a, size_t s, cudaStream_t t) { NEEDS_GPU return 0; }
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *c, const void *f, void **a) { NEEDS_GPU return 0; }
 cudaError_t cudaStreamIsCapturing(cudaStream_t s, enum cudaStreamCaptureStatus *p) { *p = 0; return 0; }
 cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *most) { *least = 0; *most = -5; return 0; }
 const char *cudaGetErrorString(cudaError_t e) { return "an error of a runtime without a GPU"; }
@@ -117,7 +136,7 @@ def main() -> None:
             ),
             "start": lambda: run_inside(venv, stubs / "driver", START),
             "imports": lambda: run_inside(venv, stubs, IMPORTS, json.dumps(MODULES), answers=True),
-            "recipes": lambda: run_inside(venv, stubs, RECIPES, recipe_arguments(Path(scratch)), answers=True),
+            "recipes": lambda: run_inside(venv, stubs, RECIPES, recipe_specs(Path(scratch), venv.parent), answers=True),
         }
         for name in chosen or checks:
             failures = checks[name]()
@@ -127,18 +146,18 @@ def main() -> None:
 
 
 def install(venv: Path) -> None:
-    """Install the locked packages, unless these were installed before."""
+    """Install the locked packages, unless these were installed before, and this project."""
     lock = (ROOT / "launch" / "requirements-gpu.txt").read_text()
     wheels = "".join(line for line in lock.splitlines(keepends=True) if not line.startswith(WITHOUT_WHEEL))
     stamp = venv / "installed.txt"
-    if stamp.is_file() and stamp.read_text() == wheels:
-        return
-    subprocess.run([os.environ.get("PYTHON312", "python3.12"), "-m", "venv", venv], check=True)
-    requirements = venv / "requirements.txt"
-    requirements.write_text(wheels)
-    pip = [venv / "bin/python", "-m", "pip", "install", "-q", "--no-deps", "--no-compile", "-r", requirements]
-    subprocess.run(pip, check=True)
-    requirements.rename(stamp)
+    pip = [venv / "bin/python", "-m", "pip", "install", "-q", "--no-deps", "--no-compile"]
+    if not stamp.is_file() or stamp.read_text() != wheels:
+        subprocess.run([os.environ.get("PYTHON312", "python3.12"), "-m", "venv", venv], check=True)
+        requirements = venv / "requirements.txt"
+        requirements.write_text(wheels)
+        subprocess.run([*pip, "-r", requirements], check=True)
+        requirements.rename(stamp)
+    subprocess.run([*pip, "--no-build-isolation", "-e", ROOT], check=True)  # SGLang finds the plugin by its metadata
 
 
 def make_stubs(cuda: Path, folder: Path) -> Path:
@@ -226,18 +245,8 @@ for name in json.load(sys.stdin):
     run(name, lambda: importlib.import_module(name))
 """
 RECIPES = """
-import sgl_kernel, torch
-from sglang.srt.server_args import ServerArgs
-torch.cuda._is_in_bad_fork = lambda: False  # SGLang keeps arguments in globals; the runtime has no state
-def resolve(arguments):
-    server_args = ServerArgs(**arguments)
-    server_args.resolve_once()
-    server_args.check_server_args()
-for name, arguments in json.load(sys.stdin).items():
-    if os.fork() == 0:
-        run(name, lambda: resolve(arguments))
-        os._exit(0)
-    os.wait()
+from tests.bench.gpu_engines import main
+main()
 """
 HEAD = """
 import json, os, sys
@@ -250,19 +259,28 @@ def run(name, function):
 
 
 def run_inside(venv: Path, libraries: Path, program: str, data: str = "", answers: bool = False) -> list[str]:
-    """Run a program in the environment; return its lines that begin with FAILED, or its last error."""
-    cuda = next((venv / "lib").glob("python3.*")) / "site-packages" / "nvidia" / "cu13"
+    """Run a program in the environment; return its lines that begin with FAILED, or its last error.
+
+    Prints its lines that begin with "reached".
+    """
+    packages = next((venv / "lib").glob("python3.*")) / "site-packages"
+    cuda = packages / "nvidia" / "cu13"
+    preloaded = [str(library) for library in (libraries / "libcudart.so.13",) if answers]
+    if program is RECIPES:  # its processes are forks, so the library that engines preload is loaded here
+        preloaded = [*map(str, packages.glob("torch_memory_saver_hook_mode_preload_cu13.*")), *preloaded]
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
         "LD_LIBRARY_PATH": f"{libraries}:{cuda / 'lib'}" if answers else str(libraries),
         "CUDA_HOME": str(cuda),
-        **({"LD_PRELOAD": str(libraries / "libcudart.so.13")} if answers else {}),
+        **({"LD_PRELOAD": ":".join(preloaded)} if preloaded else {}),
     }
     ended = subprocess.run(
         [venv / "bin/python", "-P", "-c", HEAD + program], env=environment, input=data, capture_output=True, text=True
     )
-    failures = [line for line in ended.stdout.splitlines() if line.startswith("FAILED")]
+    lines = ended.stdout.splitlines()
+    failures = [line for line in lines if line.startswith("FAILED")]
+    print(*(f"{line}\n" for line in lines if line.startswith("reached")), sep="", end="")
     return [*failures, *([ended.stderr.strip().splitlines()[-1]] if ended.returncode else [])]
 
 
@@ -273,16 +291,19 @@ def first_packages() -> list[str]:
     return [word.partition("==")[0] for word in words]
 
 
-def recipe_arguments(folder: Path) -> str:
-    """Return the engine arguments of every recipe as JSON by name. `folder`: for the config.json of their models."""
+def recipe_specs(scratch: Path, folder: Path) -> str:
+    """Return what `gpu_engines` reads. `scratch`: for the config.json of the recipes' models; `folder`: for logs."""
     from grpo_mp.config import load_settings
     from grpo_mp.planner.model_configs import find_config
     from tests.recipes import FULL_SIZE
-    from tests.rollout.test_start_on_meta import cuda_arguments
+    from tests.rollout.specs import first_engine
 
     settings = {path.stem: load_settings(path) for path in FULL_SIZE}
-    arguments = {name: cuda_arguments(s, find_config(s.model.path)[0], folder / name) for name, s in settings.items()}
-    return json.dumps(arguments)
+    specs = {
+        name: asdict(first_engine(each, find_config(each.model.path)[0], scratch / name))
+        for name, each in settings.items()
+    }
+    return json.dumps({"folder": folder / "engines", "specs": specs}, default=str)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from grpo_mp.checkpoint.hf_reader import INDEX
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.distributed.ports import claim_ports
 from grpo_mp.models.hf_config import HfConfig
@@ -20,17 +19,16 @@ from grpo_mp.planner.engine_memory import engine_memory, engine_weight_bytes, st
 from grpo_mp.planner.job import make_job
 from grpo_mp.planner.model_configs import find_config, published_config
 from grpo_mp.rollout.engine_args import DP_ATTENTION_PORTS, ENGINE_SITE, engine_arguments, ports_needed
-from grpo_mp.rollout.engine_layout import EnginePlacement, check_blocks, engine_format, engine_parallelism
+from grpo_mp.rollout.engine_layout import check_blocks, engine_format, engine_parallelism
 from grpo_mp.utils.errors import UserError
 from tests.planner.jobs import job_of, settings_of
 from tests.recipes import RL
-from tests.rollout.specs import cuda_spec
+from tests.rollout.specs import first_engine
 from tests.rollout.start_on_meta import CACHES, GIB
 from tools.tiny.models import make_tiny, make_tokenizer
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RECIPES = [path.stem for path in RL if path.stem != "tiny_tools"]
-GPUS_PER_NODE = 8
 pytestmark = pytest.mark.slow
 
 
@@ -68,16 +66,11 @@ POOLS: list[dict[str, Any]] = [{}, {"swa_full_tokens_ratio": 0.25}, {"disable_hy
 
 
 def cuda_arguments(settings: Settings, hf: HfConfig, folder: Path) -> dict[str, Any]:
-    """Return the arguments of the run's first engine; of the model's folder there are config and index only."""
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(hf.values))
-    (folder / INDEX).write_text(json.dumps({"weight_map": {}}))
-    nodes = max(1, settings.engine.gpus_per_engine // GPUS_PER_NODE)
-    settings = settings.model_copy(update={"model": settings.model.model_copy(update={"path": folder})})
-    spec = cuda_spec(settings, hf, EnginePlacement(0, 0, 0, nodes))
+    """Return the arguments of the run's first engine."""
+    spec = first_engine(settings, hf, folder)
     claim = claim_ports(ports_needed(spec))
     claim.release()
-    dist_init_addr = f"127.0.0.1:{claim.port + 1}" if nodes > 1 else None
+    dist_init_addr = f"127.0.0.1:{claim.port + 1}" if spec.nodes > 1 else None
     return engine_arguments(spec, claim.port, "name", "key", dist_init_addr)
 
 
