@@ -12,8 +12,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from grpo_mp.checkpoint.hf_reader import INDEX, SINGLE_FILE
+from grpo_mp.checkpoint.stacked_experts import stack_adapters
 from grpo_mp.config.sections import LoraConfig
-from grpo_mp.models.families import family_of
+from grpo_mp.models.families import Family, family_of
 from grpo_mp.models.fp8 import BLOCK
 from grpo_mp.models.hf_config import QUANTIZATION_CONFIG, HfConfig
 from grpo_mp.utils.files import sync_to_disk, write_json
@@ -185,13 +186,13 @@ def copy_aux_files(like: Path, folder: Path, quantization: Mapping[str, Any] | N
 
 
 def adapter_config(
-    lora: LoraConfig, base: Path, names: Iterable[str], expert_projections: Collection[str], fuses_experts: bool = True
+    lora: LoraConfig, base: Path, names: Iterable[str], family: Family, expert_projections: Collection[str]
 ) -> dict[str, Any]:
     """Return the content of adapter_config.json.
 
     `names`: tensor names of the adapters, such as `...q_proj.lora_A.weight`; `expert_projections`: names of the
-    projections in the model's experts, such as `up_proj`; `fuses_experts`: peft derives from these names the
-    parameters of all experts together. Otherwise the file has what peft would derive.
+    projections in the model's experts, such as `up_proj`. From these names peft derives the parameters of all experts
+    together; for a family with `peft_names` the file has what peft would derive.
     In transformers 5 all experts of a layer are one module, and peft applies a target module with the name of an expert
     projection to it, too. So projections of these names in dense layers and shared experts are listed as
     target_parameters, by their weights.
@@ -201,9 +202,12 @@ def adapter_config(
     by_name = {_leaf(module) for module in modules - by_weight}
     if lora.targets is not None:
         by_name = {target for target in lora.targets if target in by_name or _leaf(target) not in expert_projections}
-    parameters = {f"{'.'.join(module.split('.')[-2:])}.weight" for module in by_weight}
+    renamed = family.peft_names or {}
+    parameters = {
+        ".".join(renamed.get(part, part) for part in (*module.split(".")[-2:], "weight")) for module in by_weight
+    }
     patterns: dict[str, Any] = {}
-    if not fuses_experts:
+    if family.peft_names is not None:
         by_name = {name for name in by_name if _leaf(name) not in expert_projections}
         chosen = {_leaf(module) for module in modules if ".experts." in module}
         fused = {"down_proj" if name == "down_proj" else "gate_up_proj" for name in chosen}
@@ -236,20 +240,21 @@ def write_peft(
     tensors: Iterable[tuple[str, torch.Tensor]],
     model: Path,
     lora: LoraConfig,
+    family: Family,
     expert_projections: Collection[str] = (),
-    fuses_experts: bool = True,
 ) -> None:
     """Write a peft folder, which gets its name only when it is complete.
 
-    `tensors`: adapters by Hugging Face name; `model`: folder of the base weights; `expert_projections` and
-    `fuses_experts`: see `adapter_config`.
+    `tensors`: adapters by Hugging Face name; `model`: folder of the base weights; `family`: of the model;
+    `expert_projections`: see `adapter_config`.
     """
     own, incomplete = dict(tensors), incomplete_folder(folder)
     begin_hf(folder)
+    written = stack_adapters(own) if family.stacks_experts else own
     save_tensors(
-        incomplete / ADAPTER_WEIGHTS, {PEFT_PREFIX + name: tensor.contiguous() for name, tensor in own.items()}
+        incomplete / ADAPTER_WEIGHTS, {PEFT_PREFIX + name: tensor.contiguous() for name, tensor in written.items()}
     )
-    write_json(incomplete / ADAPTER_CONFIG, adapter_config(lora, model, own, expert_projections, fuses_experts))
+    write_json(incomplete / ADAPTER_CONFIG, adapter_config(lora, model, own, family, expert_projections))
     for path in (*incomplete.iterdir(), incomplete):
         sync_to_disk(path)
     replace_folder(incomplete, folder)

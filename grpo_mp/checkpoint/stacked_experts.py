@@ -17,6 +17,7 @@ from grpo_mp.models.mxfp4 import BLOCK, BLOCKS, SCALES, dequantize
 
 STACKED = re.compile(rf"^(.*\.experts)\.(gate_up_proj|down_proj)(_bias|{BLOCKS}|)$")
 EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)$")
+ADAPTER = re.compile(r"^(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.(lora_[AB])\.weight$")
 TURNS = {"gate": 0, "up": 1}  # order of GPT-OSS's columns
 
 
@@ -108,3 +109,39 @@ def stack_experts(tensors: Iterable[tuple[str, Tensor]], experts: int) -> Iterat
             yield stacked, stacks.pop(stacked)
     if stacks:
         raise ValueError(f"the experts of {min(stacks)} are not complete")
+
+
+def stack_adapters(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the adapters as peft holds those of GPT-OSS: of all experts of a layer in one A and one B.
+
+    Of an expert, gate and up share one adapter of twice the rank; its B has the block of gate in the even rows and that
+    of up in the odd rows. A is [experts * ranks, in], B is [out, ranks * experts] (`ParamWrapper.get_delta_weight` of
+    peft). Where experts have adapters, down is among them.
+    """
+    stacked: dict[str, Tensor] = {}
+    layers: dict[str, dict[str, dict[int, Tensor]]] = {}
+    for name, tensor in tensors.items():
+        if match := ADAPTER.match(name):
+            module, expert, part, kind = match.groups()
+            layers.setdefault(module, {}).setdefault(f"{part}.{kind}", {})[int(expert)] = tensor
+        else:
+            stacked[name] = tensor
+    for module, by_part in layers.items():
+        whole = {part: torch.stack([own for _, own in sorted(experts.items())]) for part, experts in by_part.items()}
+        pairs = {module: (whole["down.lora_A"], whole["down.lora_B"])}
+        if "gate.lora_A" in whole:  # peft wraps its parameter first
+            a = torch.cat([whole["gate.lora_A"], whole["up.lora_A"]], 1)
+            pairs[f"{module}.base_layer"] = (a, _in_turn(whole["gate.lora_B"], whole["up.lora_B"]))
+        for holder, (a, b) in pairs.items():
+            stacked[f"{holder}.lora_A.weight"] = a.flatten(0, 1)
+            stacked[f"{holder}.lora_B.weight"] = b.permute(1, 2, 0).flatten(1)
+    return stacked
+
+
+def _in_turn(gate: Tensor, up: Tensor) -> Tensor:
+    """Return B of gate and up [experts, 2 * rows, 2 * rank] from that of each [experts, rows, rank]."""
+    experts, rows, rank = gate.shape
+    both = gate.new_zeros(experts, 2 * rows, 2 * rank)
+    both[:, TURNS["gate"] :: 2, :rank] = gate
+    both[:, TURNS["up"] :: 2, rank:] = up
+    return both

@@ -31,7 +31,8 @@ class Family:
     )
     transformers_type: str | None = None  # model_type in transformers, if it differs from the key in FAMILIES
     text_prefix: str = ""  # of names in vision-language folders; "": model. becomes model.language_model.
-    peft_fuses_experts: bool = True  # peft knows that all experts of a layer are one module
+    # Where peft does not know that all experts of a layer are one module: parts of names -> those in transformers.
+    peft_names: Mapping[str, str] | None = None
     models: str = ""  # published models and what is rejected, for the table of the README
     rejected: str = ""
 
@@ -95,7 +96,7 @@ FAMILIES = {
         qwen3_next.moe_config,
         qwen3_next.moe_rules,
         **QWEN_NEXT,
-        peft_fuses_experts=False,
+        peft_names={},
         models="text models of Qwen3.5 and later with experts",
         rejected="as Qwen3-Next",
     ),
@@ -170,17 +171,17 @@ FAMILIES = {
         hy_v3.config,
         hy_v3.rules,
         models="Hy3",
-        rejected="biases, rope scaling, training its layer that predicts ahead; peft does not load exported adapters, "
-        "merged exports have them",
+        peft_names={"shared_mlp": "shared_experts"},
+        rejected="biases, rope scaling, training its layer that predicts ahead",
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
         gpt_oss.config,
         gpt_oss.rules,
         stacks_experts=True,
+        peft_names={},
         models="gpt-oss-20b, gpt-oss-120b",
-        rejected="context parallelism on GPUs, expert-tensor parallelism, FP8; peft does not load exported adapters of "
-        "the experts, merged exports have them",
+        rejected="context parallelism on GPUs, expert-tensor parallelism, FP8",
     ),
 }
 MODEL_FAMILIES: Registry[Family] = Registry("model family", FAMILIES, instance=Family)

@@ -241,11 +241,11 @@ def export_adapters(policy: Policy, folder: Path, like: Path, bucket_bytes: int 
     )
     stages = chain.from_iterable(Resharder(rounds, wire, policy.tensors).stages(rounds))
     tensors = [(name, tensor.to("cpu", copy=True)) for name, tensor in stages]
-    of_experts, fuses = expert_projections(policy.base_params.values()), family_of(policy.hf).peft_fuses_experts
+    of_experts, family = expert_projections(policy.base_params.values()), family_of(policy.hf)
 
     def write() -> None:
         if parallel.rank == 0:
-            write_peft(folder, tensors, model=like, lora=lora, expert_projections=of_experts, fuses_experts=fuses)
+            write_peft(folder, tensors, model=like, lora=lora, family=family, expert_projections=of_experts)
 
     on_all_ranks(write, folder, group)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from grpo_mp.checkpoint.hf_reader import INDEX, HfReader
 from grpo_mp.checkpoint.hf_writer import copy_aux_files, write_peft
 from grpo_mp.config.sections import LoraConfig
+from grpo_mp.models.families import FAMILIES
 from grpo_mp.utils.errors import UserError
 from tests.checkpoint.helpers import write_hf
 
@@ -161,7 +162,7 @@ def test_a_folder_that_cannot_take_its_place_leaves_the_former_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, lora = tmp_path / "adapter", LoraConfig(rank=1, alpha=1.0)
-    write_peft(folder, [(NAME, torch.zeros(1, 4))], tmp_path, lora)
+    write_peft(folder, [(NAME, torch.zeros(1, 4))], tmp_path, lora, FAMILIES["qwen3"])
     before = load_file(folder / "adapter_model.safetensors")
     rename = Path.rename
 
@@ -172,11 +173,11 @@ def test_a_folder_that_cannot_take_its_place_leaves_the_former_one(
 
     monkeypatch.setattr(Path, "rename", killed)
     with pytest.raises(KeyboardInterrupt):
-        write_peft(folder, [(NAME, torch.ones(1, 4))], tmp_path, lora)
+        write_peft(folder, [(NAME, torch.ones(1, 4))], tmp_path, lora, FAMILIES["qwen3"])
     monkeypatch.undo()
     (left,) = [path for path in (folder, folder.with_name("adapter.former")) if path.exists()]
     after = load_file(left / "adapter_model.safetensors")
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], before[name]) for name in before)
-    write_peft(folder, [(NAME, torch.ones(1, 4))], tmp_path, lora)
+    write_peft(folder, [(NAME, torch.ones(1, 4))], tmp_path, lora, FAMILIES["qwen3"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter"]

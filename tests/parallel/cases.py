@@ -271,6 +271,9 @@ REPLAYED = {  # a model of each kind of router -> layouts
     "glm4_moe": ("one",),
     "qwen3_5_moe": ("one", "tp2"),
     "gpt_oss": ("one", "tp2_ep2"),
+    "minimax_m2": ("one",),
+    "hy_v3": ("one",),
+    "glm4_moe_lite_mtp": ("one",),  # the layer that predicts ahead routes by itself
 }
 REPLAY = {"router_replay": "R3"}  # routers take experts that samples bring
 REPLAY_SELECTIVE = REPLAY | {"recompute": "selective", "megatron_args": {"recompute_modules": ["moe"]}}
@@ -314,6 +317,8 @@ ADAPTED = {
     "qwen3_next": ("one", "tp2_pp2"),
     "mixtral": ("one",),
     "minimax_m2": ("one", "tp2"),
+    "hy_v3": ("one",),
+    "gpt_oss": ("one", "tp2_ep2"),  # in files, adapters of a layer's experts are stacked
     "tied": ("one", "pp2"),
 }
 QUICK_LORA = (

@@ -8,7 +8,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.parallel.expected import MIXTRAL, Expected, sample_loss
+from tests.parallel.expected import HY3, MIXTRAL, Expected, sample_loss
 
 
 def load(model: Path) -> PreTrainedModel:
@@ -31,21 +31,24 @@ def gradient(model: PeftModel, expected: Expected) -> dict[str, Tensor]:
     losses = [sample_loss(model, expected.given.samples[i], expected.given.advantages[i]) for i in update]
     (torch.stack(losses).sum() / len(update)).backward()
     learned = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
-    names = MIXTRAL if model.config.model_type in ("mixtral", "minimax_m2") else {}
+    names = {"mixtral": MIXTRAL, "minimax_m2": MIXTRAL, "hy_v3": HY3}.get(model.config.model_type, {})
     experts = next((getattr(model.config, key) for key in EXPERTS if hasattr(model.config, key)), 0)
     by_file: dict[str, Tensor] = {}
     for name, tensor in learned.items():
         short = name.removeprefix("base_model.model.").replace(".default", "")
         assert tensor.grad is not None, f"{name} has none"
-        by_file |= dict(_of_file(short, tensor.grad, experts))
+        by_file |= dict(_of_file(short, tensor.grad, experts, in_turn=model.config.model_type == "gpt_oss"))
     return {".".join(names.get(part, part) for part in name.split(".")): one for name, one in by_file.items()}
 
 
 EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 
 
-def _of_file(name: str, gradient: Tensor, experts: int) -> Iterator[tuple[str, Tensor]]:
-    """The adapters of all experts of a layer -> those of each; gate and up are one, whose B is block diagonal."""
+def _of_file(name: str, gradient: Tensor, experts: int, in_turn: bool) -> Iterator[tuple[str, Tensor]]:
+    """The adapters of all experts of a layer -> those of each; gate and up are one, whose B is block diagonal.
+
+    Or has their rows in turn.
+    """
     layer, found, rest = name.partition(".experts.")
     if not found:
         yield name, gradient
@@ -56,7 +59,9 @@ def _of_file(name: str, gradient: Tensor, experts: int) -> Iterator[tuple[str, T
         by_expert = gradient.unflatten(0, (experts, len(parts), -1))
         pieces = {(expert, part): by_expert[expert, part] for expert in range(experts) for part in range(len(parts))}
     else:
-        by_expert = gradient.unflatten(1, (len(parts), -1, experts)).unflatten(0, (len(parts), -1))
+        by_expert = gradient.unflatten(1, (len(parts), -1, experts))
+        by_row = by_expert.unflatten(0, (-1, len(parts))).transpose(0, 1)
+        by_expert = by_row if in_turn else by_expert.unflatten(0, (len(parts), -1))
         pieces = {
             (expert, part): by_expert[part, :, part, :, expert]
             for expert in range(experts)
