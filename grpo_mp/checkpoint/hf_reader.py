@@ -214,7 +214,8 @@ def is_non_policy_tensor(name: str, hf: HfConfig) -> bool:
 
 def check_layers(names: Iterable[str], hf: HfConfig) -> None:
     """Refuse tensors of more layers than config.json has, multi-token-prediction layers included."""
-    layers, mtp = hf.int("num_hidden_layers"), 0 if family_of(hf).mtp_names else hf.mtp_layers
+    layers = hf.int("num_hidden_layers")
+    mtp = 0 if family_of(hf).mtp_is_module else hf.mtp_layers
     excess = {int(layer[1]): name for name in names if (layer := LAYER.match(name)) and int(layer[1]) >= layers + mtp}
     if excess:
         raise hf.error(

@@ -9,7 +9,7 @@ from grpo_mp.models import deepseek, glm4_moe, gpt_oss, gqa, hy_v3, llama_qwen, 
 from grpo_mp.models.blocks import HF_LAYER
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param, Rule, expand
-from grpo_mp.models.multi_token_prediction import MODULE, QWEN_NAMES
+from grpo_mp.models.multi_token_prediction import HY3_NAMES, MODULE, QWEN_NAMES
 from grpo_mp.utils.errors import did_you_mean
 from grpo_mp.utils.registry import Registry
 
@@ -25,7 +25,7 @@ class Family:
     group_score_topk: int = 2  # group-limited routing ranks a group by its best n scores
     norms_over_heads: bool = False  # norms of queries and keys are over all heads together
     untrained: tuple[str, ...] = ()  # first parts of names of Hugging Face tensors outside the policy
-    mtp_names: Mapping[str, str] = field(default_factory=dict)  # {}, or QWEN_NAMES of multi_token_prediction
+    mtp_names: Mapping[str, str] = field(default_factory=dict)  # one of multi_token_prediction, or {}
     stacks_experts: bool = (
         False  # exports hold the experts of a layer in one tensor, as transformers and SGLang read them
     )
@@ -48,21 +48,27 @@ class Family:
         """Return a tensor's name in the folder: of a module `mtp`, or of the text model in a vision-language model."""
         if hf.is_text_part and self.text_prefix:
             return self.text_prefix + name
-        layer = HF_LAYER.format(layer=hf.int("num_hidden_layers"))
+        number = hf.int("num_hidden_layers")
+        layer = HF_LAYER.format(layer=number)
         for ours, theirs in self.mtp_names.items():
             if name.startswith(layer + ours):
-                return theirs + name.removeprefix(layer + ours)
+                return theirs.format(layer=number) + name.removeprefix(layer + ours)
         if hf.is_text_part and name.startswith("model."):
             return f"model.language_model.{name.removeprefix('model.')}"
         return name
 
     def mtp_prefix(self, hf: HfConfig) -> str:
         """Return the first part of the names of the multi-token-prediction layer's tensors in the folder."""
-        return MODULE if self.mtp_names else HF_LAYER.format(layer=hf.int("num_hidden_layers"))
+        return MODULE if self.mtp_is_module else HF_LAYER.format(layer=hf.int("num_hidden_layers"))
+
+    @property
+    def mtp_is_module(self) -> bool:
+        """Return whether files have the multi-token-prediction layer beside the layers of the decoder."""
+        return self.mtp_names == QWEN_NAMES
 
     def outside(self, hf: HfConfig) -> tuple[str, ...]:
         """Return the first parts of the names of tensors outside the policy, except those of whole layers."""
-        return (*self.untrained, MODULE) if self.mtp_names and not hf.trains_mtp else self.untrained
+        return (*self.untrained, MODULE) if self.mtp_is_module and not hf.trains_mtp else self.untrained
 
 
 KIMI: dict[str, Any] = {"untrained": ("vision_tower.", "mm_projector."), "text_prefix": "language_model."}
@@ -171,8 +177,9 @@ FAMILIES = {
         hy_v3.config,
         hy_v3.rules,
         models="Hy3",
+        mtp_names=HY3_NAMES,
         peft_names={"shared_mlp": "shared_experts"},
-        rejected="biases, rope scaling, training its layer that predicts ahead",
+        rejected="biases, rope scaling",
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from grpo_mp.models import blocks, gqa, shared_experts
+from grpo_mp.models import blocks, gqa, multi_token_prediction, shared_experts
 from grpo_mp.models.blocks import HF_LAYER, MCORE_LAYER
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Rule
@@ -40,13 +40,12 @@ def _check(hf: HfConfig) -> None:
             raise hf.error(f"{key} is not true: engines would compute something else than transformers: set it to true")
     if hf.rope["rope_type"] != "default":
         raise hf.error("engines ignore the rope scaling of Hy3: remove it")
-    if hf.trains_mtp:
-        raise hf.error("the layer of Hy3 that predicts ahead is not trained: set model.mtp_loss_scaling_factor to 0")
 
 
 def rules(hf: HfConfig) -> list[Rule]:
     """Return the mapping rules of Hy3."""
-    layers, experts = range(hf.int("num_hidden_layers")), hf.int(*NUM_EXPERTS)
+    layers = range(hf.policy_layers)
+    experts = hf.int(*NUM_EXPERTS)
     width = hf.int("moe_intermediate_size")
     dense = hf.int("first_k_dense_replace")
     moe = layers[dense:]
@@ -64,4 +63,5 @@ def rules(hf: HfConfig) -> list[Rule]:
             layers=moe,
             keep_float32=True,
         ),
+        *multi_token_prediction.rules(hf),
     ]

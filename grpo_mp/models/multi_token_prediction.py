@@ -15,7 +15,7 @@ COPIED_EMBEDDING = "mtp.embedding.word_embeddings.weight"
 # Hugging Face files store copies of the model's embedding and output layer: model's name -> name in the layer.
 COPIES = {"model.embed_tokens.weight": "embed_tokens.weight", "lm_head.weight": "shared_head.head.weight"}
 MODULE = "mtp."  # first part of the names of the layer's tensors in Qwen's files
-# First parts of names in the layer -> in that module. The last entry is the decoder layer.
+# First parts of names in the layer -> of names in files. The last entry is the decoder layer.
 QWEN_NAMES = {
     "enorm.": "mtp.pre_fc_norm_embedding.",
     "hnorm.": "mtp.pre_fc_norm_hidden.",
@@ -23,6 +23,7 @@ QWEN_NAMES = {
     "shared_head.norm.": "mtp.norm.",
     "": "mtp.layers.0.",
 }
+HY3_NAMES = {"shared_head.norm.": HF_LAYER + "final_layernorm."}
 
 
 def rules(hf: HfConfig) -> list[Rule]:

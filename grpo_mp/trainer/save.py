@@ -241,7 +241,8 @@ def export_adapters(policy: Policy, folder: Path, like: Path, bucket_bytes: int 
     )
     stages = chain.from_iterable(Resharder(rounds, wire, policy.tensors).stages(rounds))
     tensors = [(name, tensor.to("cpu", copy=True)) for name, tensor in stages]
-    of_experts, family = expert_projections(policy.base_params.values()), family_of(policy.hf)
+    of_experts = expert_projections(policy.base_params.values())
+    family = family_of(policy.hf)
 
     def write() -> None:
         if parallel.rank == 0:

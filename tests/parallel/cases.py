@@ -60,6 +60,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> family, and what di
     "glm4_moe_lite_mtp": ("glm4_moe_lite", SMALL | SPARSE | LATENT | MTP),
     "minimax_m2": ("minimax_m2", GROUPED | {"rotary_dim": 8}),
     "hy_v3": ("hy_v3", GROUPED | SPARSE),
+    "hy_v3_mtp": ("hy_v3", GROUPED | SPARSE | MTP),
     "glm4_moe_mtp": ("glm4_moe", GROUPED | SPARSE | MTP),
     "qwen3_next_mtp": ("qwen3_next", HYBRID | SPARSE | QWEN_MTP),
     "qwen3_5_moe_mtp": ("qwen3_5_moe_text", HYBRID | SPARSE | QWEN_MTP),
@@ -119,6 +120,7 @@ COMPUTED_IN = {  # model -> layouts
     "glm4_moe_lite_mtp": SPARSE_FAMILY,
     "minimax_m2": (*SPARSE_FAMILY, "tp2"),  # norms over the heads of all ranks
     "hy_v3": SPARSE_FAMILY,
+    "hy_v3_mtp": ("one", "tp2_ep2"),
     "glm4_moe_mtp": DENSE_FAMILY,
     "qwen3_next_mtp": ("one", "tp2_ep2_pp2"),
     "qwen3_5_moe_mtp": ("one", "tp2_ep2", "pp2_vpp2"),

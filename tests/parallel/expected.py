@@ -33,8 +33,10 @@ NAMES = {
     "eh_proj": "fc",
     "shared_head.norm": "norm",
 }
+HY3_NAMES = {name: name for name in NAMES} | {"shared_head.norm": "final_layernorm"}
 HY3 = {"gate": "router.gate", "shared_experts": "shared_mlp"}
 MIXTRAL = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}  # modules -> files
+FILE_NAMES = {"mixtral": MIXTRAL, "minimax_m2": MIXTRAL, "hy_v3": HY3}
 
 
 @dataclass(frozen=True)
@@ -111,14 +113,18 @@ class ExpectedCritic:
 class MtpLayer(torch.nn.Module):
     """The multi-token-prediction layer of a folder: transformers' decoder layer, and what DeepSeek's paper adds.
 
-    Qwen names it otherwise, and centres its norms on zero, see SGLang's qwen3_next_mtp.py.
+    Qwen names it otherwise, and centres its norms on zero, see SGLang's qwen3_next_mtp.py. Hy3 names its last norm
+    otherwise, see SGLang's hunyuan_v3_nextn.py.
     """
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
         config = AutoConfig.from_pretrained(folder)
         in_decoder = self.block_prefix = f"model.layers.{config.num_hidden_layers}."
-        self.names, self.centre = {name: f"{in_decoder}{name}.weight" for name in NAMES}, 0.0
+        self.renamed = FILE_NAMES.get(config.model_type, {})
+        stored = HY3_NAMES if config.model_type == "hy_v3" else {name: name for name in NAMES}
+        self.names = {name: f"{in_decoder}{own}.weight" for name, own in stored.items()}
+        self.centre = 0.0
         if "linear_attention" in (getattr(config, "layer_types", None) or ()):
             self.names, self.centre = {name: f"mtp.{other}.weight" for name, other in NAMES.items()}, 1.0
             self.block_prefix = "mtp.layers.0."
@@ -153,7 +159,7 @@ class MtpLayer(torch.nn.Module):
         gradients = ((name, p.grad) for name, p in self.block.named_parameters() if p.grad is not None)
         block = _file_tensors(gradients, in_turn=False)
         own = {stored: self.own[name.replace(".", "_")].grad for name, stored in self.names.items()}
-        return {self.block_prefix + name: gradient for name, gradient in block} | own
+        return {self.block_prefix + _renamed(name, self.renamed): gradient for name, gradient in block} | own
 
     def _norm(self, values: Tensor, weight: Tensor) -> Tensor:
         epsilon = self.model[0].config.rms_norm_eps
@@ -223,8 +229,8 @@ def file_gradients(model: PreTrainedModel) -> dict[str, Tensor]:
     """The gradients of a model by the names of the files."""
     gradients = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
     own = _file_tensors(gradients, in_turn=model.config.model_type == "gpt_oss")
-    names = {"mixtral": MIXTRAL, "minimax_m2": MIXTRAL, "hy_v3": HY3}
-    return {_renamed(name, names.get(model.config.model_type, {})): gradient for name, gradient in own}
+    names = FILE_NAMES.get(model.config.model_type, {})
+    return {_renamed(name, names): gradient for name, gradient in own}
 
 
 def _file_tensors(named: Iterable[tuple[str, Tensor]], in_turn: bool) -> Iterator[tuple[str, Tensor]]:

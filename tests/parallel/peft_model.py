@@ -8,7 +8,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.parallel.expected import HY3, MIXTRAL, Expected, sample_loss
+from tests.parallel.expected import FILE_NAMES, Expected, sample_loss
 
 
 def load(model: Path) -> PreTrainedModel:
@@ -31,7 +31,7 @@ def gradient(model: PeftModel, expected: Expected) -> dict[str, Tensor]:
     losses = [sample_loss(model, expected.given.samples[i], expected.given.advantages[i]) for i in update]
     (torch.stack(losses).sum() / len(update)).backward()
     learned = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
-    names = {"mixtral": MIXTRAL, "minimax_m2": MIXTRAL, "hy_v3": HY3}.get(model.config.model_type, {})
+    names = FILE_NAMES.get(model.config.model_type, {})
     experts = next((getattr(model.config, key) for key in EXPERTS if hasattr(model.config, key)), 0)
     by_file: dict[str, Tensor] = {}
     for name, tensor in learned.items():

@@ -54,6 +54,7 @@ def test_closed_form_equals_what_megatron_builds(
         ("glm-4.5-air", 32, {"tensor": 8, "pipeline": 2, "virtual_pipeline": 23, "expert": 16}, {}),
         ("glm-4.5-air", 16, {"tensor": 8, "expert": 16}, {}),
         ("glm-4.7-flash", 16, {"tensor": 4, "expert": 16}, {}),
+        ("hy3-preview", 16, {"tensor": 8, "expert": 16}, {}),
         ("qwen3-next-80b-a3b", 8, {"tensor": 2, "pipeline": 2, "expert": 4}, {}),
         ("qwen3.5-35b-a3b", 4, {"tensor": 2, "expert": 4}, {}),
         ("qwen3.8-27b", 4, {"tensor": 2, "pipeline": 2}, {}),

@@ -46,7 +46,7 @@ CASES: list[tuple[str, int, dict[str, Any], tuple[int, ...]]] = [
     ("qwen3.8-27b", 4, FP8, (1,)),
     ("glm-4.5", 4, {"ep_size": 4, **FP8}, (3,)),
     ("minimax-m2", 8, {"ep_size": 8, **FP8}, (5,)),
-    ("hy3-preview", 8, {"ep_size": 8, **FP8}, (6,)),
+    ("hy3-preview", 4, {"ep_size": 4, **FP8}, (3,)),
     ("qwen3-30b-a3b", 8, {"ep_size": 8, **MXFP8}, (6,)),
     ("qwen3-30b-a3b", 8, INT4, (5,)),
     ("kimi-k2", 32, {"ep_size": 8, **INT4}, (31,)),
