@@ -16,10 +16,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from grpo_mp.distributed.ports import claim_ports
 from grpo_mp.rollout import engine_main
@@ -104,9 +104,29 @@ def run_in_fork(spec: EngineSpec, log: Path) -> bool:
             child = os.fork()
             if child == 0:
                 run_engine(environment, log)
-            return wait_for(child)
+            with other_nodes(arguments):
+                return wait_for(child)
     finally:
         claim.release()
+
+
+@contextmanager
+def other_nodes(arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Ask the engine's first node for the ports of its replicas, as its other nodes do; it waits for them all."""
+    import zmq
+    from sglang.srt.managers.io_struct import sock_send, wrap_as_pickle
+    from sglang.srt.server_args import DP_ATTENTION_HANDSHAKE_PORT_DELTA
+
+    context = zmq.Context()
+    host, _, port = (arguments["dist_init_addr"] or "").rpartition(":")
+    for node in range(1, arguments["nnodes"]):
+        request = context.socket(zmq.REQ)
+        request.connect(f"tcp://{host}:{int(port) + DP_ATTENTION_HANDSHAKE_PORT_DELTA}")
+        sock_send(request, wrap_as_pickle(str(node)))
+    try:
+        yield
+    finally:
+        context.destroy(linger=0)
 
 
 def run_engine(environment: Mapping[str, str], log: Path) -> NoReturn:

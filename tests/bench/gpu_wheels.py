@@ -51,6 +51,10 @@ SILENT = "int {name}() {{ return 0; }}\n"
 DRIVER = (
     "int cuDriverGetVersion(int *v) { *v = 13000; return 0; }\nint cuDeviceGetCount(int *n) { *n = 8; return 0; }\n"
 )
+NVIDIA_SMI = """#!/bin/sh
+case $* in *compute_cap*) answer=9.0 ;; *) answer=81559 ;; esac
+for _ in 1 2 3 4 5 6 7 8; do echo $answer; done
+"""
 RUNTIME = r"""
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
@@ -108,6 +112,7 @@ cudaError_t cudaLaunchKernel(const void *f, dim3 g, dim3 b, void **a, size_t s, 
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *c, const void *f, void **a) { NEEDS_GPU return 0; }
 cudaError_t cudaStreamIsCapturing(cudaStream_t s, enum cudaStreamCaptureStatus *p) { *p = 0; return 0; }
 cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *most) { *least = 0; *most = -5; return 0; }
+const char *cudaGetErrorName(cudaError_t e) { return "cudaErrorWithoutGPU"; }
 const char *cudaGetErrorString(cudaError_t e) { return "an error of a runtime without a GPU"; }
 void **__cudaRegisterFatBinary(void *f) { static void *handle[4]; return handle; }
 char __cudaInitModule(void **h) { return 1; }
@@ -161,8 +166,14 @@ def install(venv: Path) -> None:
 
 
 def make_stubs(cuda: Path, folder: Path) -> Path:
-    """Compile folder/driver/libcuda.so.1, which fails, and folder/libcuda.so.1 and libcudart.so.13, which answer."""
+    """Compile folder/driver/libcuda.so.1, which fails, and folder/libcuda.so.1 and libcudart.so.13, which answer.
+
+    Also writes folder/nvidia-smi, by which SGLang asks for the memory of GPUs.
+    """
     (folder / "driver").mkdir(parents=True, exist_ok=True)
+    program = folder / "nvidia-smi"
+    program.write_text(NVIDIA_SMI)
+    program.chmod(0o755)
     command = ["nm", "-D", "--defined-only", cuda / "lib" / "libcudart.so.13"]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     driver = set(re.findall(r"CUDAAPI\s+(cu\w+)\s*\(", (cuda / "include" / "cuda.h").read_text()))
@@ -271,6 +282,7 @@ def run_inside(venv: Path, libraries: Path, program: str, data: str = "", answer
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
+        "PATH": f"{libraries}:{os.environ['PATH']}",
         "LD_LIBRARY_PATH": f"{libraries}:{cuda / 'lib'}" if answers else str(libraries),
         "CUDA_HOME": str(cuda),
         **({"LD_PRELOAD": ":".join(preloaded)} if preloaded else {}),
