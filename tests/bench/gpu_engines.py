@@ -29,6 +29,7 @@ from grpo_mp.utils.errors import EngineError, EngineTimeout
 
 REFUSE = "GRPO_MP_REFUSE_GPUS"  # a variable that is set where the runtime refuses calls
 REFUSED = re.compile(r"^refused: (\w+)", re.MULTILINE)
+REFUSAL = "CUDA error: an error of a runtime without a GPU"
 FRAME = re.compile(r'File ".*/site-packages/(sglang/\S+)", line (\d+)')
 TRACEBACK = "Traceback (most recent call last)"
 LIMIT_S = 300.0
@@ -56,10 +57,11 @@ def report(name: str, spec: EngineSpec, folder: Path, start: Callable[[EngineSpe
     ended = start(spec, log)
     text = log.read_text(errors="replace")
     refused = REFUSED.search(text)
-    if ended and refused and TRACEBACK not in text[: refused.start()]:
+    error = text.find(REFUSAL)
+    if ended and refused and error > 0 and TRACEBACK not in text[: refused.start()]:
         schedulers = f"{len(REFUSED.findall(text))} of {spec.gpus // spec.nodes} schedulers"
-        file, line = (FRAME.findall(text, refused.end()) or [("no Python", 0)])[-1]
-        print(f"reached {refused[1]} by {schedulers}, last in {file}:{line}: {name}", flush=True)
+        file, line = FRAME.findall(text, refused.end(), error)[-1]
+        print(f"reached {refused[1]} at {file}:{line} by {schedulers}: {name}", flush=True)
         return
     last = (text.splitlines() or ["no output"])[-1]
     print(f"FAILED {name}: {'ended' if ended else 'did not end'}, {log}: {last[:200]}", flush=True)

@@ -66,6 +66,7 @@ RUNTIME = r"""
 static int refused(const char *call) {
   if (!getenv("GRPO_MP_REFUSE_GPUS")) return 0;
   dprintf(2, "refused: %s\n", call);
+  sleep(3);  // the first scheduler that fails ends the others, which shall arrive before
   return 1;
 }
 static __thread int current;
