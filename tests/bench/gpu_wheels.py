@@ -152,7 +152,7 @@ def main() -> None:
 
 
 def install(venv: Path) -> None:
-    """Install the locked packages, unless these were installed before, and this project."""
+    """Install the locked packages, unless these were installed before, what else TransformerEngine needs, and this."""
     lock = (ROOT / "launch" / "requirements-gpu.txt").read_text()
     wheels = "".join(line for line in lock.splitlines(keepends=True) if not line.startswith(WITHOUT_WHEEL))
     stamp = venv / "installed.txt"
@@ -163,7 +163,8 @@ def install(venv: Path) -> None:
         requirements.write_text(wheels)
         subprocess.run([*pip, "-r", requirements], check=True)
         requirements.rename(stamp)
-    subprocess.run([*pip, "--no-build-isolation", "-e", ROOT], check=True)  # SGLang finds the plugin by its metadata
+    # SGLang finds the plugin of this project by its metadata.
+    subprocess.run([*pip, "--no-build-isolation", *first_packages(), "-e", ROOT], check=True)
 
 
 def make_stubs(cuda: Path, folder: Path) -> Path:
@@ -298,10 +299,9 @@ def run_inside(venv: Path, libraries: Path, program: str, data: str = "", answer
 
 
 def first_packages() -> list[str]:
-    """Return the packages of the first `pip install` of launch/README.md, without versions."""
+    """Return the packages of the first `pip install` of launch/README.md."""
     command = next(line for line in (ROOT / "launch/README.md").read_text().splitlines() if "/pip install" in line)
-    words = command.partition(" install ")[2].replace("-c launch/requirements-gpu.txt", "").split()
-    return [word.partition("==")[0] for word in words]
+    return command.partition(" install ")[2].replace("-c launch/requirements-gpu.txt", "").split()
 
 
 def recipe_specs(scratch: Path, folder: Path) -> str:
