@@ -1,32 +1,42 @@
-"""OpenAI-compatible endpoint on loopback: the API key of a request selects the episode whose policy answers."""
+"""Endpoint on loopback for OpenAI and Anthropic clients: the API key of a request selects the episode that answers."""
 
 import asyncio
 import json
 import logging
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, Protocol
 
 from aiohttp import web
 
-from grpo_mp.rollout.openai_requests import (
-    MODEL,
-    ChatRequest,
-    RequestError,
-    as_stream,
-    completion,
-    error_body,
-    read_request,
-)
-from grpo_mp.rollout.protocol import EpisodeLimitError, Policy
+from grpo_mp.rollout import anthropic_requests, openai_requests
+from grpo_mp.rollout.openai_requests import MODEL, ChatRequest, RequestError
+from grpo_mp.rollout.protocol import EpisodeLimitError, Policy, Turn
 from grpo_mp.utils.errors import EngineError, UserError
 
 LOGGER = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 MAX_BODY = 16 * 2**20  # bytes
 INVALID = "invalid_request_error"
+
+
+class Api(Protocol):
+    """Format of an API's requests and responses; a module has these functions."""
+
+    def read_request(self, text: str | bytes, /) -> ChatRequest:
+        """Parse the JSON body of a request. Raises RequestError for an invalid or unsupported request."""
+
+    def response(self, turn: Turn, prompt_tokens: int, stopped_by: str | None, /) -> dict[str, Any]:
+        """Return a turn as a response. `prompt_tokens`: number of tokens before the turn."""
+
+    def as_stream(self, answer: Mapping[str, Any], /) -> str:
+        """Return a response as server-sent events."""
+
+    def error_body(self, message: str, kind: str, code: str | None = None, /) -> dict[str, Any]:
+        """Return an error response."""
 
 
 @dataclass
@@ -72,6 +82,9 @@ class Endpoint:
                 await (await server)[0].cleanup()
 
 
+Handler = Callable[[Session, Api, ChatRequest], Coroutine[Any, Any, web.Response]]
+
+
 async def _end(turns: set["asyncio.Task[web.Response]"]) -> None:
     for turn in turns:
         turn.cancel()
@@ -81,8 +94,10 @@ async def _end(turns: set["asyncio.Task[web.Response]"]) -> None:
 async def _listen(sessions: Mapping[str, Session]) -> tuple[web.AppRunner, str]:
     """Start the server on a free port; return the server and its URL."""
     app = web.Application(client_max_size=MAX_BODY)
-    app.router.add_post("/v1/chat/completions", partial(_serve, sessions))
+    app.router.add_post("/v1/chat/completions", partial(_serve, sessions, openai_requests, _answer))
     app.router.add_get("/v1/models", partial(_models, sessions))
+    app.router.add_post("/v1/messages", partial(_serve, sessions, anthropic_requests, _answer))
+    app.router.add_post("/v1/messages/count_tokens", partial(_serve, sessions, anthropic_requests, _count))
     # Cancel the turn of a client that disconnects: nobody would read the response.
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
     await runner.setup()
@@ -91,29 +106,30 @@ async def _listen(sessions: Mapping[str, Session]) -> tuple[web.AppRunner, str]:
 
 
 async def _models(sessions: Mapping[str, Session], request: web.Request) -> web.Response:
-    _session(sessions, request)
+    _session(sessions, openai_requests, request)
     return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "grpo_mp"}]})
 
 
-async def _serve(sessions: Mapping[str, Session], request: web.Request) -> web.Response:
-    session = _session(sessions, request)
+async def _serve(sessions: Mapping[str, Session], api: Api, handle: Handler, request: web.Request) -> web.Response:
+    """Answer a request by `handle`. `api`: openai_requests or anthropic_requests."""
+    session = _session(sessions, api, request)
     try:
-        chat = read_request(await request.read())
-        return await _generate(session, asyncio.ensure_future(_answer(session, chat)))
+        chat = api.read_request(await request.read())
+        return await _generate(session, asyncio.ensure_future(handle(session, api, chat)))
     except web.HTTPException:  # the body is too long
         raise
     except EpisodeLimitError as error:
         session.reached_limit = True
-        return _error(400, str(error), INVALID, "context_length_exceeded")
+        return _error(api, 400, str(error), INVALID, "context_length_exceeded")
     except EngineError as error:
-        return _fail(session, error)
+        return _fail(session, api, error)
     except (RequestError, UserError, ValueError) as error:  # ValueError: rejected by the policy
-        return _error(400, str(error), INVALID)
+        return _error(api, 400, str(error), INVALID)
     except Exception as error:  # noqa: BLE001 - the episode raises it
-        return _fail(session, error)
+        return _fail(session, api, error)
 
 
-async def _answer(session: Session, chat: ChatRequest) -> web.Response:
+async def _answer(session: Session, api: Api, chat: ChatRequest) -> web.Response:
     """Generate the turn of a request after the turns of earlier requests, and return the HTTP response."""
     if ignored := [name for name in chat.ignored(session.policy) if name not in session.warned]:
         session.warned.update(ignored)
@@ -122,10 +138,15 @@ async def _answer(session: Session, chat: ChatRequest) -> web.Response:
     async with session.queue:
         turn = await chat.generate(policy)
         *before, _ = policy.episode().segments
-    answer = completion(turn, sum(len(part.tokens) for part in before))
+    answer = api.response(turn, sum(len(part.tokens) for part in before), chat.stopped_by(policy, turn))
     if chat.stream:
-        return web.Response(text=as_stream(answer), content_type="text/event-stream")
+        return web.Response(text=api.as_stream(answer), content_type="text/event-stream")
     return web.json_response(answer)
+
+
+async def _count(session: Session, _: Api, chat: ChatRequest) -> web.Response:
+    """Return the number of tokens that a turn would be generated after."""
+    return web.json_response({"input_tokens": chat.count_tokens(session.policy)})
 
 
 async def _generate(session: Session, turn: "asyncio.Task[web.Response]") -> web.Response:
@@ -138,20 +159,21 @@ async def _generate(session: Session, turn: "asyncio.Task[web.Response]") -> web
         session.turns.discard(turn)
 
 
-def _session(sessions: Mapping[str, Session], request: web.Request) -> Session:
+def _session(sessions: Mapping[str, Session], api: Api, request: web.Request) -> Session:
     kind, _, key = request.headers.get("Authorization", "").partition(" ")
-    if kind != "Bearer" or key not in sessions:
-        body = error_body("the key is of no episode, or of one that has ended", INVALID, "invalid_api_key")
+    key = key if kind == "Bearer" else request.headers.get("X-Api-Key", "")  # Anthropic's header
+    if key not in sessions:
+        body = api.error_body("the key is of no episode, or of one that has ended", INVALID, "invalid_api_key")
         raise web.HTTPUnauthorized(text=json.dumps(body), content_type="application/json")
     return sessions[key]
 
 
-def _fail(session: Session, error: Exception) -> web.Response:
+def _fail(session: Session, api: Api, error: Exception) -> web.Response:
     """Set the session's failure, which ends the episode even if the agent ignores the response; return status 500."""
     if not session.failure.done():
         session.failure.set_exception(error)
-    return _error(500, "the episode has ended", "server_error")
+    return _error(api, 500, "the episode has ended", "server_error")
 
 
-def _error(status: int, message: str, kind: str, code: str | None = None) -> web.Response:
-    return web.json_response(error_body(message, kind, code), status=status)
+def _error(api: Api, status: int, message: str, kind: str, code: str | None = None) -> web.Response:
+    return web.json_response(api.error_body(message, kind, code), status=status)

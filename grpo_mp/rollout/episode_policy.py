@@ -195,6 +195,10 @@ class EpisodePolicy:
             earlier=tuple(RecordedSequence(before.segments, before.experts) for before in self._earlier),
         )
 
+    def count_tokens(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> int:
+        _, given = self._after(messages, self._renderer(tools))
+        return len(given.tokens)
+
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.context.renderer.tokenizer.decode(list(tokens)))
 

@@ -4,7 +4,7 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import (
     AfterValidator,
@@ -18,7 +18,9 @@ from pydantic import (
 )
 
 from grpo_mp.rollout.protocol import Policy, Turn
+from grpo_mp.utils.types import Message
 
+Request = TypeVar("Request", bound=BaseModel)
 MODEL = "policy"  # model name in responses; requests may have any name
 # Parameters that clients send by default and that do not affect the sampled tokens, ignored without a warning.
 NO_MATTER = frozenset(
@@ -101,11 +103,26 @@ class ChatRequest(BaseModel):
 
     async def generate(self, policy: Policy) -> Turn:
         return await policy.generate(
-            [message.model_dump() for message in self.messages],
+            self._messages(),
             max_tokens=min(filter(None, (self.max_completion_tokens, self.max_tokens)), default=None),
-            tools=cast("list[dict[str, Any]] | None", self.tools),
+            tools=self._tools(),
             stop=[*filter(None, self.stop)],
         )
+
+    def count_tokens(self, policy: Policy) -> int:
+        """Return the number of tokens after which the turn would be generated."""
+        return policy.count_tokens(self._messages(), self._tools())
+
+    def stopped_by(self, policy: Policy, turn: Turn) -> str | None:
+        """Return the stop string of the request that ended a turn, or None."""
+        text = policy.decode(turn.tokens)
+        return min((end for end in self.stop if end and end in text), key=text.find, default=None)
+
+    def _messages(self) -> list[Message]:
+        return [message.model_dump() for message in self.messages]
+
+    def _tools(self) -> list[dict[str, Any]] | None:
+        return cast("list[dict[str, Any]] | None", self.tools)
 
     def ignored(self, policy: Policy) -> list[str]:
         """Return the names of parameters that differ from the run's sampling and are ignored."""
@@ -116,14 +133,19 @@ class ChatRequest(BaseModel):
 
 def read_request(text: str | bytes) -> ChatRequest:
     """Parse the JSON body of a request. Raises RequestError for an invalid or unsupported request."""
+    return parse_request(ChatRequest, text)
+
+
+def parse_request(form: type[Request], text: str | bytes) -> Request:
+    """Parse the JSON body of a request of one form. Raises RequestError, which names the first wrong field."""
     try:
-        return ChatRequest.model_validate_json(text)
+        return form.model_validate_json(text)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise RequestError(f"{'.'.join(map(str, first['loc'])) or 'the body'}: {first['msg']}") from error
 
 
-def completion(turn: Turn, prompt_tokens: int) -> dict[str, Any]:
+def response(turn: Turn, prompt_tokens: int, _: str | None = None) -> dict[str, Any]:
     """Return a turn as a `chat.completion` response. `prompt_tokens`: number of tokens before the turn."""
     reason = "length" if not turn.finished else "tool_calls" if turn.tool_calls else "stop"
     message: dict[str, Any] = {"role": "assistant", "content": turn.text or None if turn.tool_calls else turn.text}

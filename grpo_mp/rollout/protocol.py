@@ -216,6 +216,9 @@ class Policy(Protocol):
     ) -> Episode:
         """Return the recorded turns as an episode. `state`: None: `truncated` if the last turn was cut by a limit."""
 
+    def count_tokens(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> int:
+        """Return the number of tokens after which `generate` would generate a turn. Does not change the episode."""
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, including special tokens."""
 
