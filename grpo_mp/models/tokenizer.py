@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.utils.errors import UserError, one_line
@@ -39,6 +39,8 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
         if file.is_file():  # the class of a model may replace the file's pre-tokenizer by its own
             tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), trust_remote_code=False, **options)
         else:
+            from transformers import AutoTokenizer  # slow to import
+
             tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=bool(own_class), **options)
     except (Exception, SystemExit) as error:  # libraries and trusted code raise exceptions of any type
         raise UserError(f"{folder}: the tokenizer cannot be read ({one_line(error, 200)})") from error

@@ -25,6 +25,7 @@ def main() -> None:
     from sglang.srt.utils import kill_process_tree
 
     load_plugins()
+    gc.freeze()  # SGLang collects garbage when it starts: it would walk through all objects of the imports
     gc.enable()
     try:
         run_server(ServerArgs(**arguments))

@@ -17,11 +17,15 @@ from grpo_mp.utils.log import log_to_terminal
 @contextmanager
 def command(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> Iterator[argparse.Namespace]:
     """Yield the parsed arguments; an error in the body becomes the exit status of the process."""
+    gc.freeze()  # collections need not walk through the objects of the imports
     gc.enable()  # this and the next line end what `begin_slow_imports` began
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with end_without_cleanup(), exit_on_error():
-        log_to_terminal()
-        yield parser.parse_intermixed_args(arguments)
+    try:
+        with end_without_cleanup(), exit_on_error():
+            log_to_terminal()
+            yield parser.parse_intermixed_args(arguments)
+    finally:
+        gc.unfreeze()  # extension modules report what is not collected at the exit
 
 
 @contextmanager

@@ -16,13 +16,14 @@ from grpo_mp.pipeline.stages import make_jobs
 from grpo_mp.planner.clusters import Efficiency
 from grpo_mp.planner.memory import SubPhase
 from grpo_mp.planner.plan import make_plan
-from tests.bench import hybrid_steps, learning_curves, ppo_beside_grpo, r1_stages
+from tests.bench import hybrid_steps, learning_curves, ppo_beside_grpo, r1_stages, roofline
 from tests.bench.mutations import MUTATIONS, ROOT, Mutation
 from tests.bench.published_steps import PublishedStep, read_steps, rows_of
 from tests.bench.quickstart_run import CONFIG
 from tools.tiny.models import make_tiny, make_tokenizer
 
 PAGE = ROOT / "grpo_mp" / "planner" / "README.md"
+BENCHMARKS = ROOT / "grpo_mp" / "docs" / "benchmarks.md"
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "tests" / "bench").glob("*.py")), ids=lambda file: file.stem)
@@ -127,3 +128,26 @@ def test_rates_and_weight_sync_count(steps: list[PublishedStep]) -> None:
     plan = make_plan(step.job)
     assert step.expected_s("step") == pytest.approx(plan.step_s - plan.seconds(SubPhase.CHECK))
     assert plan.seconds(SubPhase.SYNC) > 1
+
+
+def test_rooflines_and_losses_add_up_to_the_step(steps: list[PublishedStep]) -> None:
+    """Of a dense model, too, whose training takes 6 FLOPs per parameter and token, and those of attention."""
+    step = next(step for step in steps if step.name.startswith("Llama"))
+    plan = make_plan(step.job)
+    least = roofline.rooflines(plan)
+    lost = roofline.losses(plan)
+    assert sum(least.values()) + sum(lost.values()) == pytest.approx(plan.step_s)
+    assert min(lost.values()) > 0
+    tokens = step.job.settings.samples_per_step * step.job.mean_seq_len / step.job.world_size
+    cluster = step.job.cluster
+    of_parameters_s = 6 * 8.03e9 * tokens / (cluster.bf16_tflops * 1e12 * cluster.achievable.matmul)
+    assert 0.9 < least["train"] / of_parameters_s < 1.3
+
+
+def test_the_page_has_the_roofline_of_the_largest_recipe() -> None:
+    config = "configs/moe_671b.yaml"
+    table = roofline.table(make_plan(roofline.read_job(load_settings(Path(config), []), "h100-80", 16)))
+    page = BENCHMARKS.read_text(encoding="utf-8")
+    assert f"python -m tests.bench.roofline {config} --cluster h100-80 --nodes 16" in page
+    assert table in page
+    assert float(table.rpartition("|")[0].rpartition("|")[2]) <= 1.8
