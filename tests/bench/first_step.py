@@ -40,7 +40,19 @@ def time_run(folder: Path, run: int, settings: list[str]) -> tuple[float, float,
     """Return seconds from the command to the begin and end of the first step and to the exit; CPU seconds."""
     out = folder / f"run_{run}"
     own = [f"run.folder={out}", f"model.path={folder / 'model'}", f"data.train={folder / 'data/train.jsonl'}"]
-    command = [sys.executable, "-m", "grpo_mp", "train", CONFIG, "--ranks", "2", *own, "data.eval={}", *SIZES, *settings]
+    command = [
+        sys.executable,
+        "-m",
+        "grpo_mp",
+        "train",
+        CONFIG,
+        "--ranks",
+        "2",
+        *own,
+        "data.eval={}",
+        *SIZES,
+        *settings,
+    ]
     used_s, began_s = cpu_seconds(), time.time()
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
