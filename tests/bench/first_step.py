@@ -53,14 +53,15 @@ def time_run(folder: Path, run: int, settings: list[str]) -> tuple[float, float,
         *SIZES,
         *settings,
     ]
-    used_s, began_s = cpu_seconds(), time.time()
+    earlier_s = cpu_seconds()
+    began_s = time.time()
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
-    ended_s, used_s = time.time(), cpu_seconds() - used_s
+    ended_s = time.time()
     events = read_trace(trace_path(out, 0))
     begin_s = next(event["ts"] for event in events if event["name"] == "GENERATE" and event["ph"] == "B") / 1e6
     end_s = next(event["ts"] for event in events if event["name"] == "TRAIN" and event["ph"] == "E") / 1e6
-    return begin_s - began_s, end_s - began_s, ended_s - began_s, used_s
+    return begin_s - began_s, end_s - began_s, ended_s - began_s, cpu_seconds() - earlier_s
 
 
 def cpu_seconds() -> float:

@@ -47,7 +47,8 @@ def read_job(settings: Settings, cluster: str, nodes: int) -> PlannedJob:
 
 def table(plan: Plan) -> str:
     """Return the table of rooflines and losses, the largest first, as Markdown."""
-    least, lost = rooflines(plan), losses(plan)
+    least = rooflines(plan)
+    lost = losses(plan)
     least_s = sum(least.values())
     parts = {f"roofline of {name}": seconds for name, seconds in least.items()}
     parts |= sorted(((name, s) for name, s in lost.items() if s >= SHOWN * least_s), key=lambda part: -part[1])
@@ -82,7 +83,8 @@ def products_s(job: PlannedJob, flops: tuple[float, float]) -> float:
 
 def losses(plan: Plan) -> dict[str, float]:
     """Return the seconds of a step beyond its rooflines, by cause."""
-    least, lost = rooflines(plan), dict[str, float]()
+    least = rooflines(plan)
+    lost: dict[str, float] = {}
     for sub_phase, times in plan.times.items():
         if str(sub_phase) not in least:
             lost |= {str(sub_phase): seconds} if (seconds := plan.seconds(sub_phase)) else {}
