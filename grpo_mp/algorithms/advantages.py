@@ -197,7 +197,8 @@ BASELINES: dict[str, Callable[[Tensor, Groups], Tensor]] = {
     "group_mean": _group_mean,
     "leave_one_out": _leave_one_out,
     "none": lambda values, groups: torch.zeros_like(values),
-    # The critic's values are subtracted later, token by token.
+    # These are subtracted later, token by token.
+    "optimal_token": lambda values, groups: torch.zeros_like(values),
     "critic": lambda values, groups: torch.zeros_like(values),
 }
 

@@ -118,6 +118,7 @@ def _token_terms(new: Tensor, batch: MicroBatch, algorithm: AlgorithmConfig, seq
         correction=rollout_is_weights(old, rollout, sequences, algorithm.rollout_correction),
         sequences=sequences,
         high_covariance=batch.high_covariance,
+        positive=batch.positive,
     )
 
 

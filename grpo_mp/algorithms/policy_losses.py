@@ -19,6 +19,7 @@ VESPO_K, VESPO_LAMBDA = (2.0, 3.0), (3.0, 2.0)
 COV_SHARE = 2e-4
 COV_BOUNDS = (1.0, 5.0)
 COV_KL = 1.0
+POSITIVE_WEIGHT = 0.1  # of the negative log likelihood of right answers, in VAPO
 EPS = 1e-8
 Reduce = Callable[[Tensor], Tensor]  # sums a tensor over the ranks that hold parts of the same sequences
 
@@ -81,6 +82,7 @@ class TokenTerms:
     correction: Tensor  # rollout correction: importance weights old / rollout, limited
     sequences: Sequences
     high_covariance: Tensor | None = None  # bool: the tokens that Clip-Cov or KL-Cov selects; None: another loss
+    positive: Tensor | None = None  # see MicroBatch
 
 
 class PolicyLoss(Protocol):
@@ -265,6 +267,16 @@ def kl_cov(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
     assert terms.high_covariance is not None
     penalty = COV_KL * terms.log_ratio.abs()
     return policy_gradient(terms, algorithm) + penalty.where(terms.high_covariance, 0.0)
+
+
+def clip_positive(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
+    """Compute `ppo_clip`, plus POSITIVE_WEIGHT times -log pi for tokens of right answers, [T] -> [T].
+
+    `terms.positive` makes the second part a mean over the tokens of the update's right answers: positive-example loss
+    (VAPO, arXiv 2504.05118, section 4.3).
+    """
+    assert terms.positive is not None
+    return ppo_clip(terms, algorithm) - POSITIVE_WEIGHT * terms.positive * terms.new
 
 
 def policy_gradient(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:

@@ -20,6 +20,7 @@ class PolicyLossEntry(LazyEntry):
     token_advantages: bool = True  # each token has its own advantage; False: a sequence has their mean
     divergence: Literal["tv", "kl"] | None = None  # what `clip` limits; None: ratios
     covariance: Literal["random", "largest"] | None = None  # which tokens of high covariance it treats apart
+    needs_correctness: bool = False  # reads which answers are right, so a reward term must decide it
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,9 @@ POLICY_LOSSES: Registry[Any] = Registry(
         "dppo_kl": PolicyLossEntry(LOSS_MODULE + "dppo_kl", reads=("clip",), token_ratios=True, divergence="kl"),
         "clip_cov": PolicyLossEntry(LOSS_MODULE + "clip_cov", reads=("clip",), has_dual_clip=True, covariance="random"),
         "kl_cov": PolicyLossEntry(LOSS_MODULE + "kl_cov", covariance="largest"),
+        "clip_positive": PolicyLossEntry(
+            LOSS_MODULE + "clip_positive", reads=("clip",), has_dual_clip=True, needs_correctness=True
+        ),
         "unclipped": PolicyLossEntry(LOSS_MODULE + "policy_gradient"),
     },
     parameters=("terms", "algorithm"),

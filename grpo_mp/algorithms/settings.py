@@ -43,10 +43,10 @@ class AdvantageConfig(Section):
     level: Literal["outcome", "process"] = Field(
         "outcome", description="outcome: one advantage for each response; process: rewards of steps (reward.steps)"
     )
-    baseline: Literal["group_mean", "leave_one_out", "none", "critic"] = Field(
+    baseline: Literal["group_mean", "leave_one_out", "optimal_token", "none", "critic"] = Field(
         "group_mean",
-        description="value subtracted from a reward: mean of the group, of its other samples (RLOO), none, or "
-        "the critic's values by GAE (verl adv_estimator gae)",
+        description="value subtracted from a reward: mean of the group, of its other samples (RLOO), the optimal one "
+        "at each token (arXiv 2602.07078), none, or the critic's values by GAE (verl adv_estimator gae)",
     )
     scale: Literal["group_std", "batch_std", "group_mean", "none"] = Field(
         "group_std",
@@ -63,7 +63,11 @@ class AdvantageConfig(Section):
 
     @property
     def compares_groups(self) -> bool:
-        return self.baseline in ("group_mean", "leave_one_out")
+        return self.baseline in ("group_mean", "leave_one_out", "optimal_token")
+
+    @property
+    def of_tokens(self) -> bool:
+        return self.baseline == "optimal_token"
 
     @property
     def built_in(self) -> str:
@@ -291,9 +295,11 @@ class AlgorithmConfig(Section):
         """Return whether a step computes the policy's logprobs before the first of its `updates`.
 
         Several updates or a KL in the reward need them, unless `old_logprobs: engine` takes the engine's. The entropy
-        mask always needs this forward, because engines return no entropies, and so do covariances.
+        mask always needs this forward, because engines return no entropies, and so do covariances and the optimal token
+        baseline.
         """
-        if self.entropy.top_quantile < 1 or policy_loss_entry(self.policy_loss).covariance:
+        by_distribution = self.entropy.top_quantile < 1 or self.advantage.of_tokens
+        if by_distribution or policy_loss_entry(self.policy_loss).covariance:
             return True
         kl_in_reward = self.kl.coef > 0 and self.kl.apply_to == "reward"
         return self.old_logprobs == "recomputed" and (updates > 1 or kl_in_reward)
@@ -337,10 +343,11 @@ def _advantage_contradictions(algorithm: AlgorithmConfig) -> list[str]:
     advantage, distillation = algorithm.advantage, algorithm.distillation
     replaces = not algorithm.learns_from_rewards
     kl_in_reward = algorithm.kl.coef > 0 and algorithm.kl.apply_to == "reward"
-    ignores_kl = advantage.estimator or advantage.level == "process" or advantage.combine == "normalize" or replaces
+    special = advantage.estimator or advantage.level == "process" or advantage.combine == "normalize"
+    ignores_kl = special or replaces or advantage.of_tokens
     rules = {
         "kl.apply_to=reward needs the built-in advantages of one summed reward a response: set kl.apply_to=loss, or "
-        "leave out advantage.estimator, level, combine and distillation.advantage=replace": (
+        "leave out advantage.estimator, level, combine, baseline=optimal_token and distillation.advantage=replace": (
             kl_in_reward and ignores_kl
         ),
         "advantage.level=process needs advantage.baseline=group_mean and advantage.combine=sum": (
@@ -349,6 +356,8 @@ def _advantage_contradictions(algorithm: AlgorithmConfig) -> list[str]:
         "advantage.combine=normalize works inside groups: set advantage.baseline=group_mean": (
             advantage.combine == "normalize" and not advantage.compares_groups
         ),
+        "advantage.baseline=optimal_token belongs to one summed reward a response: leave out advantage.estimator, "
+        "level and combine": advantage.of_tokens and special,
         f"advantage.scale={advantage.scale} needs a group baseline: set advantage.scale=none or batch_std": (
             advantage.baseline == "none" and advantage.scale in ("group_std", "group_mean")
         ),
@@ -374,6 +383,7 @@ def _token_contradictions(algorithm: AlgorithmConfig) -> list[str]:
     by_token = {
         "advantage.level=process": algorithm.advantage.level == "process",
         "advantage.baseline=critic": algorithm.advantage.of_critic,
+        "advantage.baseline=optimal_token": algorithm.advantage.of_tokens,
         "distillation": distillation is not None and distillation.topk is None,
     }
     sentences = []

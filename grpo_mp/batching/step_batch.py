@@ -1,6 +1,6 @@
 """Turns a step's groups into this rank's micro-batches, and adds logprobs, values and KL to them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -17,6 +17,7 @@ from grpo_mp.algorithms.advantages import (
 )
 from grpo_mp.algorithms.distillation_settings import DistillationConfig
 from grpo_mp.algorithms.losses import estimate_kl, token_weights
+from grpo_mp.algorithms.registries import policy_loss_entry
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.batching.exchange import redistribute
 from grpo_mp.batching.packing import context_index
@@ -91,7 +92,14 @@ def assemble_step_batch(
         batches = microbatches(
             update, samples, advantages, loss_weights=loss_weights, data_rank=place.data, context_rank=place.context
         )
-        return tuple(replace(batch, entropy_weight=1.0 / max(1, loss_tokens)) for batch in batches)
+        batches = [replace(batch, entropy_weight=1.0 / max(1, loss_tokens)) for batch in batches]
+        if policy_loss_entry(algorithm.policy_loss).needs_correctness:
+            right = [info.is_correct is True for info in infos]
+            parts = zip(numbers, weights, totals, strict=True)
+            total = sum(float(torch.as_tensor(weight).expand(n).sum()) for i, weight, n in parts if right[i])
+            of_sequences = torch.tensor([right[i] / (total or 1.0) for i in sample_of], dtype=torch.float64)
+            batches = [replace(mb, positive=of_sequences[sequence_of_token(mb, update)] * mb.mask) for mb in batches]
+        return tuple(batches)
 
     updates = tuple(map(pack_update, plan))
     unrouted_samples = None
@@ -223,7 +231,10 @@ def with_kl_in_reward(
     cost = partial(kl_costs, algorithm=algorithm, kl_coef=kl_coef)
     if algorithm.advantage.baseline == "none":
         return [
-            [_with_advantages(mb, mb.advantages - _sum_to_end(cost(mb), mb, parallel)) for mb in update]
+            [
+                _with_advantages(mb, mb.advantages - over_sequences(cost(mb), mb, parallel, _sums_to_end))
+                for mb in update
+            ]
             for update in updates
         ]
     plans = list(zip(updates, batch.plan, strict=True))
@@ -285,13 +296,21 @@ def sequence_of_token(batch: MicroBatch, plan: UpdatePlan) -> torch.Tensor:
     return torch.tensor([plan.samples[i] for i in batch.sample_ids] or [0])[batch.sequence_index.clamp(min=0)]
 
 
-def _sum_to_end(values: torch.Tensor, batch: MicroBatch, parallel: Parallel) -> torch.Tensor:
-    """Return the sum of `values` from each token to the end of its sequence [T], over all context-parallel ranks."""
+def over_sequences(
+    values: torch.Tensor, batch: MicroBatch, parallel: Parallel, function: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Apply `function`, [n] -> [n], to the values of each sequence over all context-parallel ranks.
+
+    Values and result: of this rank's tokens, [T].
+    """
     index = context_index(batch.lengths, parallel.layout.context, parallel.coords.context)
     packed = torch.zeros(sum(batch.lengths), dtype=values.dtype).index_copy(0, index, values)
     packed = sum_over_context(packed, parallel)
-    sums = [sequence.flip(0).cumsum(0).flip(0) for sequence in packed.split(list(batch.lengths))]
-    return torch.cat(sums)[index] * batch.mask
+    return torch.cat([function(sequence) for sequence in packed.split(list(batch.lengths))])[index]
+
+
+def _sums_to_end(values: torch.Tensor) -> torch.Tensor:
+    return values.flip(0).cumsum(0).flip(0)
 
 
 def whiten(updates: UpdateBatches, parallel: Parallel) -> UpdateBatches:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from grpo_mp.algorithms.registries import needs_correctness
+from grpo_mp.algorithms.registries import needs_correctness, policy_loss_entry
 from grpo_mp.algorithms.settings import AlgorithmConfig, KLConfig
 from grpo_mp.config.data_sections import DataConfig, EvalSetConfig, SampleConfig
 from grpo_mp.config.sections import (
@@ -173,6 +173,11 @@ class Settings(TrainerSettings):
             yield (
                 "algorithm.curriculum.window skips prompts that are answered right, and no reward term defines "
                 "correctness: set reward.correct to the term that does, or window=0"
+            )
+        if policy_loss_entry(self.algorithm.policy_loss).needs_correctness and not is_known:
+            yield (
+                f"algorithm.policy_loss={self.algorithm.policy_loss} adds a loss on right answers, and no reward term "
+                "defines correctness: set reward.correct to the term that does, or policy_loss=clip"
             )
         if rule.zero_std != "keep" and needs_correctness(rule.metric) and not is_known:
             yield (

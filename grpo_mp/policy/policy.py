@@ -91,7 +91,10 @@ class Policy(TrainedModel):
         return MergedWeights(self.tensors, self.base_params, self.parallel.layout, self.lora)
 
     def logprobs(self, microbatches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """Return logprobs and entropies, [2, T], of each micro-batch; an empty list on all but the last stage."""
+        """Return logprobs and entropies, [2, T], of each micro-batch; an empty list on all but the last stage.
+
+        Inside `use_head(with_squares=True)` a third row has the sums of squared probabilities.
+        """
         outputs = zip(self._outputs(microbatches), microbatches, strict=False)
         return [
             output if batch.kept_ids is None else within_kept(output, batch.kept_ids)[0] for output, batch in outputs
@@ -117,11 +120,11 @@ class Policy(TrainedModel):
             yield
 
     @contextmanager
-    def use_temperature(self, temperature: float) -> Iterator[None]:
-        """Inside the context, compute logprobs at `temperature` instead of the sampling temperature."""
+    def use_head(self, **changes: Any) -> Iterator[None]:
+        """Inside the context, compute logprobs with other settings of the head, such as `temperature`."""
         heads = [model.head for model in self.models()]
         for model in self.models():
-            model.head = replace(model.head, temperature=temperature)
+            model.head = replace(model.head, **changes)
         try:
             yield
         finally:

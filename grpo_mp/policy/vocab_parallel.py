@@ -23,6 +23,7 @@ class Head:
     chunk_tokens: int  # tokens whose logits exist at a time
     vocabulary: int  # size of the full vocabulary; columns from here on are padding
     fp32: bool = True  # False: round logits to the model's dtype
+    with_squares: bool = False  # return the sums of squared probabilities, too; without a backward pass
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ def token_logprobs(
     hidden [T, H], weight [V / tensor-parallel size, H], targets [T] -> float32 [2, T]: row 0 logprobs, row 1 entropies
     [nats]. `others` [T, k]: distinct further tokens of each row, or NO_TOKEN. They add k + 1 rows: their logprobs, and
     the logprob of all tokens except `others` together. These rows are clamped at LEAST_LOGPROB, with gradient 0 there.
+    With `head.with_squares` the last row is the sum of the squares of all probabilities.
     The gradient of `hidden` is this rank's part, which the caller must sum over the tensor-parallel group.
     """
     tokens = targets[:, None]
@@ -57,7 +59,8 @@ def within_kept(output: Tensor, kept_ids: Tensor) -> tuple[Tensor, Tensor]:
     `output`: rows of `token_logprobs` with `others` = `kept_ids` [T, k], the tokens that sampling kept, among them the
     target; NO_TOKEN pads a row, and a row of padding keeps all tokens. With K the kept tokens: log p(t) - log p(K), and
     -sum over K of q log q with q = p / p(K). The set is a constant, so the gradient is that of this distribution
-    (DeepSeek-V3.2, arXiv 2512.02556, section 3.1: keep sampling mask). The log mass has no gradient.
+    (DeepSeek-V3.2, arXiv 2512.02556, section 3.1: keep sampling mask). The log mass has no gradient. If `output` ends
+    with a row of sums of squared probabilities, the result has a third row, [3, T]: the sum over K of q squared.
     """
     ids = kept_ids.to(output.device).t()
     known = ids >= 0
@@ -67,8 +70,11 @@ def within_kept(output: Tensor, kept_ids: Tensor) -> tuple[Tensor, Tensor]:
     log_mass = in_sum.masked_fill(keeps_all, 0.0).logsumexp(0).where(~keeps_all, 0.0)
     log_q = (log_p - log_mass).masked_fill(~known, 0.0)
     entropy = -(log_q.exp() * log_q).sum(0)
-    rows = torch.stack([output[0] - log_mass, entropy.where(~keeps_all, output[1].double())])
-    return rows.to(output.dtype), log_mass.detach().to(output.dtype)
+    rows = [output[0] - log_mass, entropy.where(~keeps_all, output[1].double())]
+    if len(output) > 3 + len(ids):
+        squares = (log_q.exp().square() * known).sum(0)
+        rows.append(squares.where(~keeps_all, output[-1].double()))
+    return torch.stack(rows).to(output.dtype), log_mass.detach().to(output.dtype)
 
 
 def output_logits(hidden: Tensor, weight: Tensor, fp32_head: bool = True) -> Tensor:
@@ -92,7 +98,7 @@ def output_logits(hidden: Tensor, weight: Tensor, fp32_head: bool = True) -> Ten
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, tokens, shard):  # type: ignore[no-untyped-def]
-        rows = 2 if tokens.shape[1] == 1 else 2 + tokens.shape[1]
+        rows = (2 if tokens.shape[1] == 1 else 2 + tokens.shape[1]) + shard.head.with_squares
         result = torch.empty(rows, len(tokens), dtype=torch.float32, device=hidden.device)
         norm = torch.empty_like(result[:2])
         for chunk in _chunks(len(tokens), shard.head.chunk_tokens):
@@ -163,6 +169,8 @@ def _forward_chunk(logits: Tensor, tokens: Tensor, shard: VocabularyShard) -> tu
     has_others = tokens.shape[1] > 1
     if has_others:  # 1 minus the sum of the others would be mostly rounding error if they have nearly all probability
         sums.append(_zero(exp.clone(), columns[:, 1:], is_local[:, 1:]).sum(1))
+    if shard.head.with_squares:
+        sums.append(torch.linalg.vector_norm(exp, dim=1).square())
     sums.append(exp.mul_(shifted.clamp_(min=LEAST_LOGPROB)).sum(1))
     reduced = torch.cat([torch.stack(sums), token_logits.t()])
     if shard.group is not None:
@@ -175,6 +183,8 @@ def _forward_chunk(logits: Tensor, tokens: Tensor, shard: VocabularyShard) -> tu
     if has_others:
         logprobs = (picked[1:] - log_sum).masked_fill(tokens[:, 1:].t() < 0, LEAST_LOGPROB)
         result += [*logprobs.clamp_(min=LEAST_LOGPROB), (reduced[1].log() - log_sum).clamp_(min=LEAST_LOGPROB)]
+    if shard.head.with_squares:
+        result.append(reduced[len(sums) - 2] / total.square())
     return torch.stack(result), torch.stack([maximum, log_sum])
 
 

@@ -213,7 +213,7 @@ def sequence_logprobs(policy: Policy, sequences: Sequences) -> Logprobs:
     batch = pack(samples, unused, unused, MicroBatchPlan(tuple(samples), lengths), align, padded)
     local_batch = slice_context(batch, layout.context, parallel.coords.context)
     repeat = layout.pipeline if layout.virtual_pipeline else 1  # the interleaved schedule needs so many micro-batches
-    with policy.use_temperature(1.0):
+    with policy.use_head(temperature=1.0):
         outputs = policy.logprobs([local_batch] * repeat)
     values = torch.zeros(batch.total_tokens)
     if outputs and parallel.coords.tensor == parallel.coords.data == 0:

@@ -19,6 +19,7 @@ from grpo_mp.batching.step_batch import (
     with_kl_in_reward,
     with_logprobs,
 )
+from grpo_mp.batching.token_baselines import with_optimal_baselines
 from grpo_mp.batching.values import with_generalized_advantages, with_values
 from grpo_mp.config.sections import TrainingConfig
 from grpo_mp.distributed.process_groups import Parallel, all_gather
@@ -47,11 +48,16 @@ def compute_logprobs(
     if algorithm.needs_old_logprobs(len(updates) * training.epochs):
         top_quantile = algorithm.entropy.top_quantile
         for number, update in enumerate(updates):
-            outputs, batches = policy.record_routing(update) if record_routing else (policy.logprobs(update), update)
+            with policy.use_head(with_squares=algorithm.advantage.of_tokens):
+                outputs, batches = (
+                    policy.record_routing(update) if record_routing else (policy.logprobs(update), update)
+                )
             updates[number] = with_old_logprobs(batches, outputs, top_quantile, parallel)
     if kl.coef:
         with policy.use_reference_weights():  # swap the weights once, not for every update
             updates = [with_logprobs(update, _reference_logprobs(policy, update), REFERENCE) for update in updates]
+    if algorithm.advantage.of_tokens:
+        updates = with_optimal_baselines(updates, batch, algorithm.rollout_correction, parallel)
     kl_coef = adaptive_coefs.get("kl", kl.coef)
     if critic:
         updates = [with_values(update, critic.values(update)) for update in updates]
@@ -101,6 +107,8 @@ def with_old_logprobs(
     `entropy_weight` is divided by the remaining share of tokens, so that the entropy bonus stays a mean.
     """
     batches = with_logprobs(update, outputs, "old_logprobs")
+    if outputs and len(outputs[0]) > 2:
+        batches = [replace(batch, squared_probs=out[2].cpu()) for batch, out in zip(batches, outputs, strict=True)]
     if top_quantile == 1:
         return batches
     local = [out[1].cpu()[batch.in_loss].numpy() for batch, out in zip(update, outputs, strict=False)]

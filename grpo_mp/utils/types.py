@@ -300,6 +300,8 @@ class MicroBatch:
     kept_ids: torch.Tensor | None = None
     # Set within a loss: log of the policy's probability of the kept tokens, float32, without gradient.
     kept_log_mass: torch.Tensor | None = None
+    # With the optimal token baseline: sum over the vocabulary of the old policy's squared probabilities, float32.
+    squared_probs: torch.Tensor | None = None
     # With a critic: value of the state before each target, float32, and its regression target, float64.
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
@@ -307,6 +309,8 @@ class MicroBatch:
     prompt_rows: tuple[RowRange, ...] = ()  # per sequence, the rows of its shared prompt; (): no prompt is shared
     entropy_floor: float = -math.inf  # [nats]; tokens with a lower entropy are masked out of the loss
     entropy_weight: float = 0.0  # 1 / number of tokens in the update over which the entropy bonus is averaged
+    # Weight, relative to `loss_weights`, of the loss on right answers, float64; None: a policy loss without it.
+    positive: torch.Tensor | None = None
     # Mask of the tokens that Clip-Cov or KL-Cov selects in the update, bool; None: another policy loss.
     high_covariance: torch.Tensor | None = None
     # Targets of the multi-token-prediction layer: the token after `targets`, int64; its weight in the loss of the

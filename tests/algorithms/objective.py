@@ -105,7 +105,7 @@ def _sample_terms(update: UpdateData, i: int, new: Tensor, advantage: float, alg
     if algorithm.old_logprobs == "engine":
         old = rollout
     correction = _correction(old, rollout, algorithm)
-    policy_loss = _policy_loss(new, old, correction, advantage, algorithm)
+    policy_loss = _policy_loss(new, old, correction, advantage, algorithm, positive=positive(update, i))
     if algorithm.policy_loss == "gmpo":  # one weight: the geometric mean over the tokens that are not masked
         kept = correction > 0
         policy_loss = policy_loss * kept * correction[kept].log().mean().exp() if kept.any() else policy_loss * 0
@@ -131,7 +131,9 @@ def _sample_terms(update: UpdateData, i: int, new: Tensor, advantage: float, alg
     return policy_loss + algorithm.kl.coef * kl
 
 
-def _policy_loss(new: Tensor, old: Tensor, correction: Tensor, advantage: float, algorithm: AlgorithmConfig) -> Tensor:
+def _policy_loss(
+    new: Tensor, old: Tensor, correction: Tensor, advantage: float, algorithm: AlgorithmConfig, positive: float
+) -> Tensor:
     low, high = 1 - algorithm.clip.low, 1 + algorithm.clip.high
     ratio = _ratio(new, old, algorithm)
     if algorithm.policy_loss == "clip":
@@ -152,6 +154,8 @@ def _policy_loss(new: Tensor, old: Tensor, correction: Tensor, advantage: float,
         return -torch.where(torch.from_numpy(high_covariance(len(new))), 0.0, smaller)
     if algorithm.policy_loss == "kl_cov":
         return -ratio * advantage + (new - old).abs() * torch.from_numpy(high_covariance(len(new)))
+    if algorithm.policy_loss == "clip_positive":
+        return -torch.min(ratio * advantage, torch.clamp(ratio, low, high) * advantage) - 0.1 * positive * new
     if algorithm.policy_loss.startswith("dppo"):
         p, q = new.detach().exp(), old.exp()
         if algorithm.policy_loss == "dppo_tv":
@@ -167,6 +171,12 @@ def _policy_loss(new: Tensor, old: Tensor, correction: Tensor, advantage: float,
         w = torch.clamp(log_w, math.log(1e-8), 20).exp()
         return -(w**k * torch.exp(rate * (1 - w))) * advantage * new
     return -ratio * advantage
+
+
+def positive(update: UpdateData, sample: int) -> float:
+    """Return tokens of the update / tokens of right answers for a right answer, else 0. The best reward is right."""
+    right = [n for n, reward in zip(update.lengths, update.rewards, strict=True) if reward == 1.5]
+    return sum(update.lengths) / sum(right) if update.rewards[sample] == 1.5 else 0.0
 
 
 def high_covariance(tokens: int) -> NDArray[np.bool_]:
@@ -235,8 +245,9 @@ def _aggregate(terms: Tensor, lengths: Sequence[int], algorithm: AlgorithmConfig
 def _advantage(update: UpdateData, sample: int, algorithm: AlgorithmConfig) -> float:
     settings, reward, rewards = algorithm.advantage, update.rewards[sample], np.array(update.rewards)
     group = rewards[np.array(update.groups) == update.groups[sample]]
-    compares = settings.baseline not in ("none", "critic")  # values are subtracted later
-    if not compares:
+    subtracts = settings.baseline not in ("none", "critic", "optimal_token")  # these are subtracted later
+    compares = subtracts or settings.baseline == "optimal_token"
+    if not subtracts:
         centered = reward
     elif settings.baseline == "leave_one_out":
         centered = reward - (group.sum() - reward) / (len(group) - 1) if len(group) > 1 else 0.0
@@ -292,6 +303,7 @@ def to_microbatches(
             batch,
             old_logprobs=_pack(update.old, batch, 0.0),
             reference_logprobs=_pack(update.reference, batch, 0.0),
+            positive=_pack([np.full_like(v, positive(update, i)) for i, v in enumerate(update.rollout)], batch, 0.0),
             high_covariance=_pack([high_covariance(n).astype(np.float32) for n in update.lengths], batch, 0.0).bool(),
         )
         for batch in batches

@@ -87,6 +87,11 @@ def test_the_user_s_settings_override_the_preset_s(tmp_path: Path) -> None:
         ),
         ({"advantage": {"combine": "normalize"}, "kl": {"coef": 1, "apply_to": "reward"}}, "set kl.apply_to=loss"),
         ({"kl": {"coef": 1, "level": "sequence", "estimator": "k3_unbiased"}}, "ratio=product"),
+        (
+            {"preset": "otb", "ratio": "sequence"},
+            "advantage.baseline=optimal_token differs by token, ratio=sequence does",
+        ),
+        ({"preset": "otb", "advantage": {"combine": "normalize"}}, "leave out advantage.estimator, level and combine"),
         ({"rollout_correction": {"kind": "mask"}}, "has no limit: set rollout_correction.high"),
         ({"kl": {"ref_update_every": 5}}, "need a reference: set kl.coef above 0"),
         ({"policy_loss": "vespo", "ratio": "sequence"}, "set ratio=token"),

@@ -85,6 +85,7 @@ def random_samples(vocabulary: int) -> tuple[Sample, ...]:
         sample = Sample(group, index, prompt, response, (0.0,) * len(response), versions, draw.random() < 0.5)
         steps = ((len(response) // 3, draw.random()), (len(response) - 1, draw.random()))
         samples.append(replace(sample, reward=draw.random(), step_rewards=steps[-min(2, len(response)) :]))
+        samples[-1] = replace(samples[-1], is_correct=samples[-1].reward > 0.5)
     return tuple(samples)
 
 

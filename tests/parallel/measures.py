@@ -408,7 +408,7 @@ def supervised(bench: Bench) -> Result:
     for kind in CHATS:
         data = chat_set(bench.settings.model.path, kind)
         batch = pack_samples(data, range(len(data)), bench.settings.training.max_tokens_per_microbatch, policy)
-        with policy.use_temperature(1.0):
+        with policy.use_head(temperature=1.0):
             sums = reduce_sums(policy.compute_gradients(batch.microbatches, token_mean_loss), bench.parallel)
         results[kind] = {"shards": _gradients(policy), "held": _held(policy), "sums": sums}
     return results
