@@ -104,6 +104,11 @@ def test_what_is_shown_has_no_logins(file: Path) -> None:
     ("changes", "sentence"),
     [
         ({"run": {"folder": "x"}}, "here: run: run.steps is missing: set it, or run.epochs"),
+        ({"optimizer": "muon"}, "here: optimizer: muon is not offered, the optimizer is AdamW; Megatron-Core's Muon"),
+        (
+            {"algorithm": {"policy_loss": "clip_positive"}, "reward": {"functions": {"a.py:f": 1.0}}},
+            "policy_loss=clip_positive adds a loss on right answers, and no reward term defines correctness",
+        ),
         ({"engine": {"rank": 1}}, "here: unknown setting engine.rank (did you mean engine.ranks?)"),
         (
             {"sync": {"bucket_bytes": "lots"}},

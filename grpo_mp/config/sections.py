@@ -320,6 +320,18 @@ class OptimizerConfig(Section):
         "generate; host: always on the host",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _is_adamw(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            why = (
+                "; Megatron-Core's Muon excludes the distributed optimizer, whose state resumes in any layout, and "
+                "needs the package emerging_optimizers, which PyPI does not have"
+            )
+            reason = why if "muon" in value.lower() else ""
+            raise ValueError(f"{value} is not offered, the optimizer is AdamW{reason}: set e.g. optimizer={{lr: 1e-6}}")
+        return value
+
 
 class TrainingConfig(Section):
     """How a step's samples become updates, and how the trainer uses memory."""
