@@ -14,7 +14,8 @@ from grpo_mp.batching.updates import PackingRule, plan_updates
 from grpo_mp.distributed.process_groups import Parallel
 from tests.algorithms.objective import draw_update, sample_infos, to_microbatches
 
-LENGTHS, GROUPS = (9, 30, 17, 30, 3, 24, 5), (0, 0, 0, 1, 1, 1, 2)
+LENGTHS = (9, 30, 17, 30, 3, 24, 5)
+GROUPS = (0, 0, 0, 1, 1, 1, 2)
 REWARDS = (1.0, 0.25, -0.5, 2.0, 0.5, 7.0, 0.0)  # that of sample 5 is unknown, sample 6 is alone
 UNSCORED = 5
 
