@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[1]
 TRAIN_PROMPTS, EVAL_PROMPTS = 60, 6
 # What one test process runs, the longest first: folders, and in e2e the files whose tests share a run of a fixture.
 SHARED_RUN = "finished_run"
-LONGEST = ("parallel", SHARED_RUN, "launch", "bench", "e2e", "rollout", "doctor", "trainer")
+LONGEST = ("parallel", SHARED_RUN, "launch", "bench", "e2e", "rollout", "policy", "doctor", "trainer")
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,10 @@ SPARSE = {"moe_intermediate_size": 32}
 # A gated delta net divides by the length of its output. With wider weights some of them are so short that a difference
 # of 5e-8 in the weights changes the gradient by 3e-3, on one rank as in any layout.
 HYBRID = GROUPED | {"initializer_range": 0.05, "rms_norm_eps": 1e-4}
+# A layer of each kind, one in a stage: for families whose layers differ by settings from those with four.
+TWO_LAYERS = {"num_hidden_layers": 2}
 # Small logits: a product of ratios sums the rounding of an answer's logprobs.
-SHALLOW = {"num_hidden_layers": 2, "initializer_range": 0.05}
+SHALLOW = TWO_LAYERS | {"initializer_range": 0.05}
 LATENT = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
 
 DIRECT = LATENT | {"q_lora_rank": None}  # queries without a low rank
@@ -43,28 +45,28 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> family, and what di
     "odd_vocabulary": ("qwen3_moe", GROUPED | SPARSE | {"vocab_size": 163}),
     "llama": ("llama", GROUPED | {"head_dim": None}),
     "qwen2": ("qwen2", GROUPED),
-    "yarn": ("qwen3", GROUPED | {"num_hidden_layers": 2, "rope_scaling": YARN}),
-    "linear": ("qwen3", GROUPED | {"num_hidden_layers": 2, "rope_scaling": LINEAR}),
-    "mixtral": ("mixtral", GROUPED),
-    "deepseek_v2": ("deepseek_v2", SMALL | SPARSE | LATENT | GROUPS),
-    "deepseek_v2_lite": ("deepseek_v2", SMALL | SPARSE | DIRECT),
-    "moonlight": ("deepseek_v3", SMALL | SPARSE | DIRECT | MOONLIGHT),
-    "kimi_k2": ("deepseek_v3", KIMI | SMALL | SPARSE | LATENT),
+    "yarn": ("qwen3", GROUPED | TWO_LAYERS | {"rope_scaling": YARN}),
+    "linear": ("qwen3", GROUPED | TWO_LAYERS | {"rope_scaling": LINEAR}),
+    "mixtral": ("mixtral", GROUPED | TWO_LAYERS),
+    "deepseek_v2": ("deepseek_v2", SMALL | SPARSE | LATENT | GROUPS | TWO_LAYERS),
+    "deepseek_v2_lite": ("deepseek_v2", SMALL | SPARSE | DIRECT | TWO_LAYERS),
+    "moonlight": ("deepseek_v3", SMALL | SPARSE | DIRECT | MOONLIGHT | TWO_LAYERS),
+    "kimi_k2": ("deepseek_v3", KIMI | SMALL | SPARSE | LATENT | TWO_LAYERS),
     "glm4_moe": ("glm4_moe", GROUPED | SPARSE),
-    "qwen3_next": ("qwen3_next", HYBRID | SPARSE),
+    "qwen3_next": ("qwen3_next", HYBRID | SPARSE | TWO_LAYERS),
     "qwen3_5_moe": ("qwen3_5_moe_text", HYBRID | SPARSE),
     "qwen3_5": ("qwen3_5_text", HYBRID),
-    "glm4_moe_air": ("glm4_moe", GROUPED | SPARSE | {"use_qk_norm": False}),
-    "gpt_oss": ("gpt_oss", GROUPED | {"intermediate_size": 32}),
+    "glm4_moe_air": ("glm4_moe", GROUPED | SPARSE | {"use_qk_norm": False} | TWO_LAYERS),
+    "gpt_oss": ("gpt_oss", GROUPED | {"intermediate_size": 32} | TWO_LAYERS),
     "deepseek_v3_mtp": ("deepseek_v3", SMALL | SPARSE | LATENT | MTP),
-    "glm4_moe_lite_mtp": ("glm4_moe_lite", SMALL | SPARSE | LATENT | MTP),
-    "minimax_m2": ("minimax_m2", GROUPED | {"rotary_dim": 8}),
-    "hy_v3": ("hy_v3", GROUPED | SPARSE),
+    "glm4_moe_lite_mtp": ("glm4_moe_lite", SMALL | SPARSE | LATENT | MTP | TWO_LAYERS),
+    "minimax_m2": ("minimax_m2", GROUPED | {"rotary_dim": 8} | TWO_LAYERS),
+    "hy_v3": ("hy_v3", GROUPED | SPARSE | TWO_LAYERS),
     "hy_v3_mtp": ("hy_v3", GROUPED | SPARSE | MTP),
-    "glm4_moe_mtp": ("glm4_moe", GROUPED | SPARSE | MTP),
-    "qwen3_next_mtp": ("qwen3_next", HYBRID | SPARSE | QWEN_MTP),
+    "glm4_moe_mtp": ("glm4_moe", GROUPED | SPARSE | MTP | TWO_LAYERS),
+    "qwen3_next_mtp": ("qwen3_next", HYBRID | SPARSE | QWEN_MTP | TWO_LAYERS),
     "qwen3_5_moe_mtp": ("qwen3_5_moe_text", HYBRID | SPARSE | QWEN_MTP),
-    "qwen3_5_mtp": ("qwen3_5_text", HYBRID | QWEN_MTP),
+    "qwen3_5_mtp": ("qwen3_5_text", HYBRID | QWEN_MTP | TWO_LAYERS),
 }
 
 
@@ -145,7 +147,7 @@ class Case:
     measures: tuple[str, ...] = USUAL
     variant: str = ""
     training: dict[str, Any] = field(default_factory=dict, hash=False)  # over the settings of every case
-    saves: bool = False  # a checkpoint after the second update
+    saves: bool = False  # a checkpoint before the last update
     loads: str = ""  # the case that saved the checkpoint this one resumes from
     lora: bool = False  # only adapters learn
 
@@ -338,7 +340,7 @@ DRIFTED = [Case("qwen3", "dp2", ("drifted",), "drifted")] + [
 # Updated, too: those that save, and a layer that predicts ahead beside gated delta nets.
 UPDATED = {saver.split("-")[0] for saver in LOADING} | {"qwen3_5_moe_mtp"}
 ALL = [
-    *computed({"qwen3_moe": SWEPT["qwen3_moe"]}, USUAL, "exchange"),
+    *computed({"qwen3_moe": SWEPT["qwen3_moe"]}, USUAL, "full_disk", "exchange"),
     *computed({model: SWEPT[model] for model in SWEPT if model != "qwen3_moe"}, USUAL),
     *computed({model: COMPUTED_IN[model] for model in COMPUTED_IN if model in UPDATED}, COMPUTED, "updates"),
     *computed({model: COMPUTED_IN[model] for model in COMPUTED_IN if model not in UPDATED}, COMPUTED),

@@ -32,7 +32,8 @@ class Model:
         if trains_mtp(name):
             add_mtp_layer(self.folder)
         self.expected: Expected = expect(self.folder, self.config["vocab_size"])
-        copies = ("layers.4.embed_tokens.weight", "layers.4.shared_head.head.weight")  # of what the model has
+        layer = f"layers.{self.config['num_hidden_layers']}"
+        copies = (f"{layer}.embed_tokens.weight", f"{layer}.shared_head.head.weight")  # of what the model has
         self.tensors: Tensors = {n: t for n, t in file_tensors(self.folder).items() if not n.endswith(copies)}
         torch.save(self.expected.given, root / "given" / f"{name}.pt")
 

@@ -17,7 +17,7 @@ from grpo_mp.policy.checkpoint import load_policy
 from grpo_mp.policy.critic import Critic
 from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.trainer.metrics import reduce_value_losses
-from tests.parallel.inputs import CLIPRANGE_VALUE, fixed_head, with_fixed_returns
+from tests.parallel.inputs import CLIPRANGE_VALUE, SAVED_AFTER, fixed_head, with_fixed_returns
 from tests.parallel.measures import Bench, Result, _at, _copy, _gradients, _joined, _save, _updated
 
 
@@ -37,7 +37,7 @@ def critic(bench: Bench) -> Result:
     for number, batches in enumerate(updates, start=1):
         reports.append(learning.update(batches, loss))
         weights.append(_copy(learning.tensors))
-        if number == 2 and bench.case.saves:
+        if number == SAVED_AFTER and bench.case.saves:
             _save(bench, learning)
     batches = bench.updates[0] if values else []
     rows = [_at(batch, batch.mask.bool(), value=out) for batch, out in zip(batches, values, strict=True)]
@@ -64,11 +64,11 @@ def _advantage_sums(bench: Bench, values: list[Tensor]) -> list[float]:
 
 
 def critic_resumed(bench: Bench) -> Result:
-    """A critic's weights as another layout saved them after its second update, and after the third."""
+    """A critic's weights as another layout saved them before the last update, and after the last update."""
     resumed = make_critic(bench)
     load_policy(resumed, bench.checkpoints / bench.case.loads)
     weights = [_copy(resumed.tensors)]
-    batches = [with_fixed_returns(batch) for batch in bench.updates[2]]
+    batches = [with_fixed_returns(batch) for batch in bench.updates[SAVED_AFTER]]
     report = resumed.update(batches, make_value_loss(CLIPRANGE_VALUE))
     return _updated(resumed, [*weights, _copy(resumed.tensors)], [report])
 

@@ -8,6 +8,7 @@ from grpo_mp.models.value_head import critic_config, critic_params
 from tests.parallel.cases import CASES, CRITIC, Case, cases_with
 from tests.parallel.conftest import Outcomes
 from tests.parallel.full_model import Tensors, difference, exceeding, full_tensors, relative_errors
+from tests.parallel.inputs import SAVED_AFTER, UPDATES
 from tests.parallel.test_updates import CHANGE_BOUND, NORM_BOUND
 
 BOUND = 1e-5
@@ -60,7 +61,7 @@ def test_every_rank_knows_loss_and_advantages_of_one_rank(case: Case, outcomes: 
         assert not rank["skipped"]
 
 
-@pytest.mark.parametrize("update", [0, 2])
+@pytest.mark.parametrize("update", [0, UPDATES - 1])
 @every_case
 def test_weights_change_as_on_one_rank(case: Case, update: int, outcomes: Outcomes) -> None:
     own, one = (joined(each, outcomes, "critic", update) for each in (case, one_rank(case)))
@@ -79,9 +80,9 @@ def _start(case: Case, outcomes: Outcomes, like: Tensors) -> Tensors:
 def test_another_layout_loads_and_goes_on(case: Case, outcomes: Outcomes) -> None:
     saver = CASES[case.loads]
     (measure,) = saver.measures
-    saved, loaded = joined(saver, outcomes, measure, 1), joined(case, outcomes, "critic_resumed", 0)
+    saved, loaded = joined(saver, outcomes, measure, SAVED_AFTER - 1), joined(case, outcomes, "critic_resumed", 0)
     assert saved.keys() == loaded.keys()
     assert [name for name in saved if not saved[name].equal(loaded[name])] == []
-    undisturbed = difference(joined(saver, outcomes, measure, 2), saved)
+    undisturbed = difference(joined(saver, outcomes, measure, SAVED_AFTER), saved)
     errors = relative_errors(difference(joined(case, outcomes, "critic_resumed", 1), loaded), undisturbed)
     assert not exceeding({kind: e for kind, e in errors.items() if not kind.endswith("correction_bias")}, CHANGE_BOUND)

@@ -27,10 +27,10 @@ def test_every_tensor_arrives_once_and_bit_for_bit(case: Case, outcomes: Outcome
     assert ranks[0]["folders"] == []
 
 
-@pytest.mark.parametrize("case", cases_with("export"), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases_with("full_disk"), ids=lambda case: case.name)
 def test_a_disk_that_is_full_for_one_rank_is_one_sentence_on_all(case: Case, outcomes: Outcomes) -> None:
     """No rank waits for it; the last one's files may have 4 KiB, as the kernel enforces."""
-    sentences = {rank["full disk"] for rank in outcomes.by_rank(case, "export")}
+    sentences = set(outcomes.by_rank(case, "full_disk"))
     (sentence,) = sentences
     assert f"_export_failed cannot be written (rank {case.ranks - 1}): shard-" in sentence
     assert "File too large" in sentence

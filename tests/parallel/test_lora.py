@@ -10,6 +10,7 @@ from tests.parallel import peft_model
 from tests.parallel.cases import ADAPTED, CASES, Case, cases_with
 from tests.parallel.conftest import Outcomes
 from tests.parallel.full_model import Tensors, difference, exceeding, file_tensors, relative_errors
+from tests.parallel.inputs import SAVED_AFTER, UPDATES
 from tests.parallel.lora import folders
 
 BOUND = 1e-5
@@ -72,13 +73,13 @@ def test_adapters_change_as_on_one_rank_and_nothing_else_does(case: Case, outcom
         assert rank["grad_norms"] == pytest.approx(expected["grad_norms"], rel=BOUND * case.rounding)
         assert rank["kept"]
         assert all(rank["reference"])
-    first, last = updated(case, outcomes, 1), updated(case, outcomes, 3)
+    first, last = updated(case, outcomes, 1), updated(case, outcomes, UPDATES)
     base = outcomes.models[case.model].tensors
     assert [name for name in base if not torch.equal(base[name], last[name])] == []
     adapters = [name for name in first if ".lora_" in name]
     changes = [
         difference({n: after[n] for n in adapters}, {n: before[n] for n in adapters})
-        for before, after in ((first, last), (updated(one, outcomes, 1), updated(one, outcomes, 3)))
+        for before, after in ((first, last), (updated(one, outcomes, 1), updated(one, outcomes, UPDATES)))
     ]
     assert not exceeding(relative_errors(*changes), CHANGE_BOUND * case.rounding)
     assert relative_errors(first, updated(one, outcomes, 1))["all"] <= BOUND * case.rounding
@@ -88,7 +89,7 @@ def test_adapters_change_as_on_one_rank_and_nothing_else_does(case: Case, outcom
 def test_another_layout_goes_on_with_the_adapters(case: Case, outcomes: Outcomes) -> None:
     saver = CASES[case.loads]
     before, after = (outcomes.weights(case, "adapter_resumed", moment) for moment in (0, 1))
-    saved, undisturbed = updated(saver, outcomes, 2), updated(saver, outcomes, 3)
+    saved, undisturbed = updated(saver, outcomes, SAVED_AFTER), updated(saver, outcomes, UPDATES)
     assert [name for name in saved if not torch.equal(saved[name], before[name])] == []
     errors = relative_errors(difference(after, before), difference(undisturbed, saved))
     assert not exceeding(errors, CHANGE_BOUND * case.rounding)

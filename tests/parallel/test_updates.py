@@ -8,6 +8,7 @@ from grpo_mp.distributed.coordinates import WORLD, communicators
 from tests.parallel.cases import CASES, Case, cases_with
 from tests.parallel.conftest import Outcomes
 from tests.parallel.full_model import Tensors, difference, exceeding, relative_errors
+from tests.parallel.inputs import SAVED_AFTER, UPDATES
 
 NORM_BOUND = 1e-5
 # Of the change of the weights, unless the weights differ by no more than float32 can tell of them.
@@ -29,7 +30,7 @@ def wrong_changes(actual: Tensors, expected: Tensors, before: Tensors, bound: fl
     }
 
 
-@pytest.mark.parametrize("updates", [1, 3])
+@pytest.mark.parametrize("updates", [1, UPDATES])
 @pytest.mark.parametrize("case", cases_with("updates"), ids=lambda case: case.name)
 def test_weights_change_as_on_one_rank(case: Case, updates: int, outcomes: Outcomes) -> None:
     start = outcomes.models[case.model].tensors
@@ -68,7 +69,7 @@ def test_reference_is_the_first_policy_and_swap_keeps_the_policy(case: Case, out
 
 @pytest.mark.parametrize("case", cases_with("resumed"), ids=lambda case: case.name)
 def test_another_layout_loads_the_weights_bit_for_bit(case: Case, outcomes: Outcomes) -> None:
-    saved = updated(CASES[case.loads], outcomes, 2)
+    saved = updated(CASES[case.loads], outcomes, SAVED_AFTER)
     loaded = outcomes.weights(case, "resumed", 0)
     assert saved.keys() == loaded.keys()
     assert [name for name in saved if not saved[name].equal(loaded[name])] == []
@@ -77,10 +78,12 @@ def test_another_layout_loads_the_weights_bit_for_bit(case: Case, outcomes: Outc
 @pytest.mark.parametrize("case", cases_with("resumed"), ids=lambda case: case.name)
 def test_the_next_update_is_that_of_the_undisturbed_run(case: Case, outcomes: Outcomes) -> None:
     saver = CASES[case.loads]
-    before = updated(saver, outcomes, 2)
+    before = updated(saver, outcomes, SAVED_AFTER)
     resumed = outcomes.weights(case, "resumed", 1)
-    assert not wrong_changes(resumed, updated(saver, outcomes, 3), before, CHANGE_BOUND * case.rounding)
+    assert not wrong_changes(resumed, updated(saver, outcomes, UPDATES), before, CHANGE_BOUND * case.rounding)
     for rank in outcomes.by_rank(case, "resumed"):
-        undisturbed_rank = outcomes.by_rank(saver, "updates")[0]
-        assert rank["grad_norms"] == pytest.approx(undisturbed_rank["grad_norms"][2:], rel=NORM_BOUND * case.rounding)
-        assert rank["lrs"] == undisturbed_rank["lrs"][2:]
+        undisturbed = {
+            name: outcomes.by_rank(saver, "updates")[0][name][SAVED_AFTER:] for name in ("grad_norms", "lrs")
+        }
+        assert rank["grad_norms"] == pytest.approx(undisturbed["grad_norms"], rel=NORM_BOUND * case.rounding)
+        assert rank["lrs"] == undisturbed["lrs"]
