@@ -10,7 +10,7 @@ from grpo_mp.checkpoint.run_state import checkpoint_folder, latest_checkpoint
 from grpo_mp.data.cursor import Cursor, take
 from tests.conftest import TRAIN_PROMPTS, TinyRun
 from tests.e2e.conftest import LAST_STEP, FinishedRun, StartJob, letters_reward, outcome, run_well
-from tests.e2e.jobs import read_jsonl
+from tests.e2e.jobs import ALONE, read_jsonl
 
 LR, PROMPTS_PER_STEP, SAMPLES_PER_STEP, UPDATES_PER_STEP = 1e-3, 4, 16, 2
 
@@ -94,9 +94,9 @@ def test_no_process_is_left(finished_run: FinishedRun) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_is_resumed_in_another_layout_with_another_engine(start_job: StartJob, tmp_path: Path) -> None:
+def test_a_run_is_resumed_on_more_ranks_with_another_engine(start_job: StartJob, tmp_path: Path) -> None:
     brief = (f"run.folder={tmp_path / 'run'}", letters_reward(tmp_path), "data.eval={}", "run.save_every=1")
-    run_well(start_job(*brief, "run.steps=1", "layout={expert: 2}"))
+    run_well(start_job(*brief, "run.steps=1", "layout={}", command=ALONE))
     run_well(start_job(*brief, "run.steps=2", "layout={tensor: 2}", "engine.gpus_per_engine=2"))
     lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in lines] == [0, 1, 2]

@@ -7,7 +7,7 @@ import pytest
 
 from tests.e2e.jobs import read_jsonl
 from tests.launch.cluster import Cluster, wait_until
-from tests.launch.conftest import Submit
+from tests.launch.conftest import BatchJob, Submit
 
 pytestmark = pytest.mark.slow
 WRAPPER = """
@@ -16,17 +16,42 @@ exec "$@"
 """
 
 
-def test_run_survives_a_lost_node_a_drained_node_and_the_time_limit(
-    cluster: Cluster, submit: Submit, tmp_path: Path
-) -> None:
-    steps = 24  # of a third of a second each: none of the signals below may find the run at its end
-    job = submit(f"run.steps={steps}", "run.save_every=1", "run.export=false")
-    job.wait_for(f"step 2/{steps}")
+STEPS = 24  # of a third of a second each: none of the signals below may find the run at its end
+
+
+@pytest.fixture
+def after_a_lost_node(cluster: Cluster, submit: Submit) -> BatchJob:
+    """Return a job that Slurm requeued when its second node was lost, in its second attempt."""
+    job = submit(f"run.steps={STEPS}", "run.save_every=1", "run.export=false")
+    job.wait_for(f"step 2/{STEPS}")
     with cluster.node_in_state("n2", "DOWN"):
         job.wait_requeued()
         job.wait_for("restarts so far: 1")
         assert job.nodes == "n[1,3]"
     job.wait_for_a_step_of_attempt(1)
+    return job
+
+
+def test_run_survives_a_lost_node_and_is_requeued_before_the_time_limit(
+    cluster: Cluster, after_a_lost_node: BatchJob, tmp_path: Path
+) -> None:
+    job = after_a_lost_node
+    job.signal()
+    job.wait_for("resumes in a new attempt")
+    wait_until(lambda: job.state == "PENDING", f"a requeue of\n{job.log}")
+    steps_logged = [line["step"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
+    assert 3 < len(steps_logged) <= STEPS
+    assert steps_logged == list(range(len(steps_logged)))
+    cluster.run("scancel", job.id)
+    job.wait_end()
+    assert (job.state, job.remaining_processes()) == ("CANCELLED", []), job.log
+
+
+@pytest.mark.nightly
+def test_run_survives_a_lost_node_a_drained_node_and_the_time_limit(
+    cluster: Cluster, after_a_lost_node: BatchJob, tmp_path: Path
+) -> None:
+    job = after_a_lost_node
     with cluster.node_in_state("n3", "DRAIN"):
         job.signal()
         job.wait_for("resumes in a new attempt")
@@ -36,7 +61,7 @@ def test_run_survives_a_lost_node_a_drained_node_and_the_time_limit(
         job.wait_end()
     assert (job.state, job.remaining_processes()) == ("COMPLETED", []), job.log
     steps_logged = [line["step"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
-    assert steps_logged == list(range(steps + 1))
+    assert steps_logged == list(range(STEPS + 1))
     attempts = [folder.name for folder in sorted((tmp_path / "run" / "attempts").iterdir())]
     assert attempts == [f"{job.id}.{restart}" for restart in range(3)]
     assert all((tmp_path / "run" / "logs" / f"engine_{number}.log").exists() for number in range(2))
