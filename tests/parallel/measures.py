@@ -113,7 +113,8 @@ def export(bench: Bench) -> Result:
 
 def _exported_folders(bench: Bench) -> list[str]:
     """Names of tensors that folders written by all ranks hold otherwise than the model's; the first rank's answer."""
-    wrong, case = [], bench.case
+    wrong: list[str] = []
+    case = bench.case
     # One rank shows what a family's files have in FP8; models of each kind show how ranks divide blocks.
     in_fp8 = not family_of(bench.policy.hf).stacks_experts and (case.ranks == 1 or case.model in (*KINDS, "qwen3_next"))
     for fp8 in (False, True) if in_fp8 else (False,):
@@ -363,7 +364,8 @@ class Remembered:
     """Logprobs by the policy, and by its reference, whose weights are not equal: computed once for equal tokens."""
 
     def __init__(self, policy: Policy) -> None:
-        self._compute, self._weight = policy.logprobs, next(iter(policy.tensors.values()))
+        self._compute = policy.logprobs
+        self._weight = next(iter(policy.tensors.values()))
         self._known: dict[tuple[object, ...], list[Tensor]] = {}
 
     def logprobs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:

@@ -80,7 +80,8 @@ def _start(case: Case, outcomes: Outcomes, like: Tensors) -> Tensors:
 def test_another_layout_loads_and_goes_on(case: Case, outcomes: Outcomes) -> None:
     saver = CASES[case.loads]
     (measure,) = saver.measures
-    saved, loaded = joined(saver, outcomes, measure, SAVED_AFTER - 1), joined(case, outcomes, "critic_resumed", 0)
+    saved = joined(saver, outcomes, measure, SAVED_AFTER - 1)
+    loaded = joined(case, outcomes, "critic_resumed", 0)
     assert saved.keys() == loaded.keys()
     assert [name for name in saved if not saved[name].equal(loaded[name])] == []
     undisturbed = difference(joined(saver, outcomes, measure, SAVED_AFTER), saved)

@@ -73,7 +73,8 @@ def test_adapters_change_as_on_one_rank_and_nothing_else_does(case: Case, outcom
         assert rank["grad_norms"] == pytest.approx(expected["grad_norms"], rel=BOUND * case.rounding)
         assert rank["kept"]
         assert all(rank["reference"])
-    first, last = updated(case, outcomes, 1), updated(case, outcomes, UPDATES)
+    first = updated(case, outcomes, 1)
+    last = updated(case, outcomes, UPDATES)
     base = outcomes.models[case.model].tensors
     assert [name for name in base if not torch.equal(base[name], last[name])] == []
     adapters = [name for name in first if ".lora_" in name]
@@ -89,7 +90,8 @@ def test_adapters_change_as_on_one_rank_and_nothing_else_does(case: Case, outcom
 def test_another_layout_goes_on_with_the_adapters(case: Case, outcomes: Outcomes) -> None:
     saver = CASES[case.loads]
     before, after = (outcomes.weights(case, "adapter_resumed", moment) for moment in (0, 1))
-    saved, undisturbed = updated(saver, outcomes, SAVED_AFTER), updated(saver, outcomes, UPDATES)
+    saved = updated(saver, outcomes, SAVED_AFTER)
+    undisturbed = updated(saver, outcomes, UPDATES)
     assert [name for name in saved if not torch.equal(saved[name], before[name])] == []
     errors = relative_errors(difference(after, before), difference(undisturbed, saved))
     assert not exceeding(errors, CHANGE_BOUND * case.rounding)
