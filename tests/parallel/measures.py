@@ -55,6 +55,7 @@ from tests.assembly import assembly_of
 from tests.parallel.cases import KINDS, SMALL, Case
 from tests.parallel.chats import CHATS, chat_set
 from tests.parallel.inputs import FAMILY, SAVED_AFTER, StepSamples, plan_step, step_microbatches, with_experts
+from tests.parallel.remembered import Remembered
 from tests.policy.by_megatron import copies, load_by_megatron, unequal
 from tests.save_policy import save_policy
 from tests.weight_sync.sent_messages import sent_messages
@@ -358,25 +359,6 @@ def _groups(bench: Bench, samples: Sequence[Sample]) -> list[SampleGroup]:
         for i in sorted({sample.group_id for sample in samples})
         if i % bench.parallel.world_size == bench.parallel.rank
     ]
-
-
-class Remembered:
-    """Logprobs by the policy, and by its reference, whose weights are not equal: computed once for equal tokens."""
-
-    def __init__(self, policy: Policy) -> None:
-        self._compute = policy.logprobs
-        self._weight = next(iter(policy.tensors.values()))
-        self._known: dict[tuple[object, ...], list[Tensor]] = {}
-
-    def logprobs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """As Policy.logprobs."""
-        tokens = [
-            (*batch.tokens.tolist(), *batch.targets.tolist(), *batch.mask.tolist(), *batch.lengths) for batch in batches
-        ]
-        key = (float(self._weight.double().sum()), *tokens)
-        if key not in self._known:
-            self._known[key] = self._compute(batches)
-        return [outputs.clone() for outputs in self._known[key]]
 
 
 def family(bench: Bench) -> Result:
