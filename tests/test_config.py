@@ -143,6 +143,10 @@ def test_what_is_shown_has_no_logins(file: Path) -> None:
             "rollout.max_staleness=2: with schedule=one_step_off it is 1: leave it out",
         ),
         (
+            {"training": {"router_replay": "R3"}, "engine": {"speculative": {"algorithm": "ngram"}}},
+            "router_replay=R3 does not work with engine.speculative",
+        ),
+        (
             {"training": {"router_replay": "R3"}, "schedule": "async", "engine": {"ranks": 1}},
             "sync.pause=retract has SGLang choose them anew at every update: set sync.pause=in_place",
         ),

@@ -27,8 +27,6 @@ def check_routed_experts(args: Mapping[str, Any], known: Set[str], shape: ModelS
         reason = f"needs an SGLang that has {ARGUMENT}, the installed one does not"
     elif shape.experts_per_token == 1:
         reason = "needs two experts a token: of one, a token that SGLang did not capture could not be told"
-    elif args.get("speculative_algorithm"):
-        reason = "does not work with engine.speculative: accepted tokens change their place in the cache"
     elif read_argument(args, "chunked_prefill_size", 1) <= 0:
         reason = "needs engine.args.chunked_prefill_size above 0, by which SGLang sizes its buffer of experts"
     elif wrong := [name for name in WRONG_WITH if args.get(name)]:

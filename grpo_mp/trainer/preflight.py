@@ -48,7 +48,6 @@ from grpo_mp.rollout.engine_args import (
     check_arguments,
     check_speculation,
     check_tool_parser,
-    speculative_arguments,
 )
 from grpo_mp.rollout.engine_layout import (
     check_blocks,
@@ -145,7 +144,6 @@ def check_critic_tokenizer(path: Path | None, model: ModelConfig, tokenizer: Pre
 
 def check_engines(
     engine: EngineConfig,
-    rollout: RolloutConfig,
     hf: HfConfig,
     world_size: int,
     ranks_per_node: int,
@@ -165,8 +163,7 @@ def check_engines(
             check_blocks(parallelism, hf, form)
             check_kernels(engine.args, form, platform.compute_capability())
     if replays_experts:
-        drafting = speculative_arguments(engine, rollout.group_size)
-        check_routed_experts(engine.args | drafting, argument_names(), model_shape(hf))
+        check_routed_experts(engine.args, argument_names(), model_shape(hf))
     return form
 
 

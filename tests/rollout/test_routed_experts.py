@@ -131,7 +131,6 @@ def _with_other_layers(shape: ModelShape) -> ModelShape:
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
-        ({"speculative_algorithm": "NEXTN"}, "engine.speculative: accepted tokens"),
         ({"enable_hierarchical_cache": True}, "enable_hierarchical_cache: SGLang would return"),
         ({"chunked_prefill_size": -1}, "chunked_prefill_size above 0"),
         ({"chunked_prefill_size": 0}, "chunked_prefill_size above 0"),
