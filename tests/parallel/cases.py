@@ -101,7 +101,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {  # name -> ranks, sizes
 }
 KINDS = ("deepseek_v3", "qwen3_moe", "qwen3")  # latent attention and experts, grouped attention and experts, dense
 COMPUTED = ("export", "logits", "logprobs", "gradient")
-DENSE_FAMILY, SPARSE_FAMILY = ("one", "tp2_pp2"), ("one", "tp2_ep2_pp2")
+DENSE_FAMILY = ("one", "tp2_pp2")
+SPARSE_FAMILY = ("one", "tp2_ep2_pp2")
 COMPUTED_IN = {  # model -> layouts
     "llama": DENSE_FAMILY,
     "qwen2": DENSE_FAMILY,

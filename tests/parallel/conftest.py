@@ -42,7 +42,8 @@ class Outcomes:
     """What the ranks left behind, by case. Tests of one case follow each other: a few cases are kept in memory."""
 
     def __init__(self, root: Path, models: dict[str, Model]) -> None:
-        self.root, self.models = root, models
+        self.root = root
+        self.models = models
         self.ranks = lru_cache(maxsize=4)(self._ranks)
         self.gradient = lru_cache(maxsize=len(MODELS) + 1)(self._gradient)
         self.weights = lru_cache(maxsize=3 * len(MODELS))(self._weights)

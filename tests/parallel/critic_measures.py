@@ -26,14 +26,17 @@ def critic(bench: Bench) -> Result:
 
     Then the weights of another after each update of the step.
     """
-    parallel, loss = bench.parallel, make_value_loss(CLIPRANGE_VALUE)
+    parallel = bench.parallel
+    loss = make_value_loss(CLIPRANGE_VALUE)
     still = make_critic(bench, {"use_distributed_optimizer": False})
     updates = [[with_fixed_returns(batch) for batch in update] for update in bench.updates]
     values = still.values(updates[0])
     losses = still.compute_gradients(updates[0], loss)
     sums = reduce_value_losses(UpdateReport(losses, 0.0, 0.0, skipped=False), parallel)
     shards = _gradients(still)
-    learning, weights, reports = make_critic(bench), [], []
+    learning = make_critic(bench)
+    weights = []
+    reports = []
     for number, batches in enumerate(updates, start=1):
         reports.append(learning.update(batches, loss))
         weights.append(_copy(learning.tensors))

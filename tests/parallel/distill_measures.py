@@ -63,7 +63,8 @@ def truncated(bench: Bench) -> Result:
 
 
 def _one_update(bench: Bench, samples: Sequence[Sample], parts: dict[str, Any], epochs: int = 1) -> Result:
-    policy, parallel = bench.policy, bench.parallel
+    policy = bench.policy
+    parallel = bench.parallel
     groups = _groups(bench, [samples[i] for i in bench.given.first_update])
     infos = all_gather_sample_info(groups, parallel.cpu_group)
     algorithm = AlgorithmConfig.model_validate(parts)

@@ -79,7 +79,8 @@ class Expected:
     @cached_property
     def critic(self) -> "ExpectedCritic":
         """A linear head on the decoder, by the value loss of the first update, written out."""
-        model, update = _load(self.folder), self.given.first_update
+        model = _load(self.folder)
+        update = self.given.first_update
         head = torch.nn.Parameter(fixed_head(model.config.hidden_size))
         values = [_values(model, head, self.given.samples[i]) for i in update]
         losses = [_value_loss(own, self.given.samples[i]) for own, i in zip(values, update, strict=True)]
@@ -126,14 +127,16 @@ class MtpLayer(torch.nn.Module):
         self.names = {name: f"{in_decoder}{own}.weight" for name, own in stored.items()}
         self.centre = 0.0
         if "linear_attention" in (getattr(config, "layer_types", None) or ()):
-            self.names, self.centre = {name: f"mtp.{other}.weight" for name, other in NAMES.items()}, 1.0
+            self.names = {name: f"mtp.{other}.weight" for name, other in NAMES.items()}
+            self.centre = 1.0
             self.block_prefix = "mtp.layers.0."
         count_mtp_layer(config)
         model = AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=torch.float32, key_mapping={f"^{self.block_prefix}": in_decoder}
         ).eval()
         *decoder, self.block = model.model.layers
-        model.model.layers, model.config.num_hidden_layers = torch.nn.ModuleList(decoder), len(decoder)
+        model.model.layers = torch.nn.ModuleList(decoder)
+        model.config.num_hidden_layers = len(decoder)
         self.model = [model]  # no module of this one
         with HfReader(folder) as reader:
             own = {name.replace(".", "_"): reader.read(stored) for name, stored in self.names.items()}
@@ -141,9 +144,11 @@ class MtpLayer(torch.nn.Module):
 
     def logprobs(self, sample: Sample) -> Tensor:
         """[T - 1] of the second response token on, at the rollout's temperature: row i sees tokens up to i + 1."""
-        (model,), tokens = self.model, torch.tensor([sample.prompt_tokens + sample.tokens])
+        (model,) = self.model
+        tokens = torch.tensor([sample.prompt_tokens + sample.tokens])
         with torch.no_grad():
-            hidden, embedded = model.model(tokens).last_hidden_state[:, :-1], model.model.embed_tokens(tokens[:, 1:])
+            hidden = model.model(tokens).last_hidden_state[:, :-1]
+            embedded = model.model.embed_tokens(tokens[:, 1:])
         both = [self._norm(embedded, self.own["enorm"]), self._norm(hidden, self.own["hnorm"])]
         inputs = torch.cat(both, -1) @ self.own["eh_proj"].t()
         positions = torch.arange(inputs.shape[1])[None]
@@ -220,7 +225,8 @@ def _values(model: PreTrainedModel, head: Tensor, sample: Sample) -> Tensor:
 def _value_loss(values: Tensor, sample: Sample) -> Tensor:
     """1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), mean over tokens."""
     tokens = torch.tensor(sample.tokens)
-    old, returns = old_values(tokens), returns_of(tokens)
+    old = old_values(tokens)
+    returns = returns_of(tokens)
     near = torch.min(torch.max(values, old - CLIPRANGE_VALUE), old + CLIPRANGE_VALUE)
     return (0.5 * torch.max((values - returns) ** 2, (near - returns) ** 2)).mean()
 

@@ -78,10 +78,12 @@ def random_samples(vocabulary: int) -> tuple[Sample, ...]:
     def tokens(longest: int) -> tuple[int, ...]:
         return tuple(draw.randrange(1, vocabulary) for _ in range(draw.randint(1, longest)))
 
-    samples, prompt = [], ()
+    samples = []
+    prompt = ()
     for number in range(SAMPLES):
         group, index = divmod(number, GROUP_SIZE)
-        prompt, response = prompt if index else tokens(12), tokens(40)
+        prompt = prompt if index else tokens(12)
+        response = tokens(40)
         versions = tuple(draw.randrange(5) for _ in response)
         sample = Sample(group, index, prompt, response, (0.0,) * len(response), versions, draw.random() < 0.5)
         steps = ((len(response) // 3, draw.random()), (len(response) - 1, draw.random()))
@@ -167,7 +169,8 @@ def with_fixed_returns(batch: MicroBatch) -> MicroBatch:
 
 
 def plan_step(given: StepSamples, settings: Settings, parallel: Parallel) -> tuple[UpdatePlan, ...]:
-    max_tokens, with_mtp = settings.training.max_tokens_per_microbatch, settings.model.trains_mtp
+    max_tokens = settings.training.max_tokens_per_microbatch
+    with_mtp = settings.model.trains_mtp
     rule = PackingRule(settings.layout, parallel.dp_size, max_tokens, SMALL["hidden_size"], with_mtp=with_mtp)
     return plan_updates(
         [sample.total_tokens for sample in given.samples],

@@ -22,7 +22,8 @@ def folders(checkpoints: Path, case: str) -> tuple[Path, Path]:
 
 def adapters(bench: Bench) -> Result:
     """The gradient of adapters with random B, and what is exported of them."""
-    policy, like = bench.policy, bench.settings.model.path
+    policy = bench.policy
+    like = bench.settings.model.path
     fill_b(policy)
     own, merged = folders(bench.checkpoints, bench.case.name)
     export_adapters(policy, own, like, None)

@@ -1,10 +1,8 @@
 """What is measured in a layout. Each function runs on every rank and returns this rank's part."""
 
-import resource
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,41 +22,27 @@ from grpo_mp.checkpoint.compare import compare_weights
 from grpo_mp.checkpoint.convert import to_hf, to_megatron
 from grpo_mp.checkpoint.hf_reader import HfReader
 from grpo_mp.config import Settings
-from grpo_mp.distributed.coordinates import shard_holders
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.distributed.process_groups import Parallel, all_gather, sum_over_context
-from grpo_mp.models.families import family_of
-from grpo_mp.models.fp8 import SCALE, quantize
-from grpo_mp.models.mapping import Param
-from grpo_mp.models.weight_formats import BLOCKWISE_FP8
-from grpo_mp.planner.parameter_count import layers_of_stages, with_mtp_layer
 from grpo_mp.policy.checkpoint import load_policy
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.shared_prompt_attention import packed_sequences
 from grpo_mp.policy.trained_model import TrainedModel, UpdateReport
-from grpo_mp.rollout.shared_memory import packed_bytes
 from grpo_mp.trainer.engine_check import sequence_logprobs
 from grpo_mp.trainer.logprobs import compute_logprobs
 from grpo_mp.trainer.metrics import mtp_metrics, reduce_report
 from grpo_mp.trainer.replica_check import check_replicas
-from grpo_mp.trainer.save import export_policy
 from grpo_mp.trainer.sft_step import pack_samples, reduce_sums
-from grpo_mp.utils.errors import EarlyStopError, UserError
+from grpo_mp.utils.errors import EarlyStopError
 from grpo_mp.utils.types import MicroBatch, Prompt, Sample, SampleGroup
-from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY, WHOLE, Piece, RankRound, group_params, plan_sync
-from grpo_mp.weight_sync.reshard import Resharder
-from grpo_mp.weight_sync.transport import IpcTransport
-from grpo_mp.weight_sync.update import plan_rounds
-from grpo_mp.weight_sync.wire import WireFormat
 from tests.algorithms.objective import loss_of
 from tests.assembly import assembly_of
-from tests.parallel.cases import KINDS, SMALL, Case
+from tests.parallel.cases import SMALL, Case
 from tests.parallel.chats import CHATS, chat_set
 from tests.parallel.inputs import FAMILY, SAVED_AFTER, StepSamples, plan_step, step_microbatches, with_experts
 from tests.parallel.remembered import Remembered
 from tests.policy.by_megatron import copies, load_by_megatron, unequal
 from tests.save_policy import save_policy
-from tests.weight_sync.sent_messages import sent_messages
 
 Result = dict[str, Any]
 
@@ -106,120 +90,6 @@ class Bench:
         return self.policy.logprobs(self.updates[0])
 
 
-def export(bench: Bench) -> Result:
-    """Names of exported tensors, and of those that are not bit for bit in the folder the policy was read from."""
-    targets = {"first": (0,), "all": tuple(_ranks(bench))}
-    return {"folders": _exported_folders(bench)} | {name: _export(bench, ranks) for name, ranks in targets.items()}
-
-
-def _exported_folders(bench: Bench) -> list[str]:
-    """Names of tensors that folders written by all ranks hold otherwise than the model's; the first rank's answer."""
-    wrong: list[str] = []
-    case = bench.case
-    # One rank shows what a family's files have in FP8; models of each kind show how ranks divide blocks.
-    in_fp8 = not family_of(bench.policy.hf).stacks_experts and (case.ranks == 1 or case.model in (*KINDS, "qwen3_next"))
-    for fp8 in (False, True) if in_fp8 else (False,):
-        folder = bench.checkpoints / f"{bench.case.name}_export_{fp8}"
-        form = BLOCKWISE_FP8 if fp8 else None
-        bucket = _least_bucket(WireFormat(bench.policy.params, bench.policy.tp_sizes(), torch.float32, form))
-        export_policy(bench.policy, folder, bench.settings.model.path, bucket, fp8)
-        if bench.parallel.rank == 0:
-            wrong += compare_folders(folder, bench.settings.model.path, fp8, bench.policy.params)
-    return wrong
-
-
-def _least_bucket(wire: WireFormat) -> int:
-    """Return the least memory for weights on their way: it makes the most rounds."""
-    return ROUNDS_IN_MEMORY * wire.largest_group[1]
-
-
-def full_disk(bench: Bench) -> str:
-    """Return what an export raises on this rank when the last one may write no file of more than a few bytes."""
-    settings, limits = bench.settings, resource.getrlimit(resource.RLIMIT_FSIZE)
-    folder = bench.checkpoints / f"{bench.case.name}_export_failed"
-    if bench.parallel.rank == bench.parallel.world_size - 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-    try:
-        export_policy(bench.policy, folder, settings.model.path, settings.sync.bucket_bytes)
-    except UserError as error:
-        return str(error)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    return ""
-
-
-def compare_folders(folder: Path, model: Path, fp8: bool, params: Mapping[str, Param]) -> list[str]:
-    pairs = chain.from_iterable(zip(param.hf, param.in_fp8, strict=True) for param in params.values())
-    quantized = {name for name, in_fp8 in pairs if in_fp8 and fp8}
-    with HfReader(folder) as written, HfReader(model) as source:
-        expected = {}
-        for name in source.stored_names:
-            expected[name] = source.read(name)
-            if name in quantized:
-                expected[name], expected[name + SCALE] = quantize(expected[name])
-        if written.stored_names != expected.keys():
-            return ["other names"]
-        stored = {name: written.read_stored(name) for name in expected}
-        return [
-            name
-            for name, tensor in expected.items()
-            if tensor.dtype != stored[name].dtype
-            or not torch.equal(tensor.view(torch.uint8), stored[name].view(torch.uint8))
-        ]
-
-
-def _ranks(bench: Bench) -> range:
-    return range(bench.parallel.world_size)
-
-
-def _export(bench: Bench, targets: tuple[int, ...]) -> Result:
-    policy = bench.policy
-    wire = WireFormat(policy.params, policy.tp_sizes(), torch.float32)
-    bucket, group, per_node = _least_bucket(wire), bench.parallel.cpu_group, len(_ranks(bench))
-    rounds = plan_rounds(wire, policy.local_shards(), lambda _: {WHOLE: targets}, bucket, group, per_node)
-    resharder = Resharder(rounds, wire, policy.tensors)
-    names, wrong, forwarded = [], [], []
-    messages = list[int]()
-    stages = resharder.stages(rounds)
-    planned = _planned_rounds(bench, wire, targets)
-    sent = [spec for round_ in planned for shard in chain(*round_.sends.values()) for spec in wire.shard_specs(shard)]
-    with HfReader(bench.settings.model.path) as reader:
-        for round_ in rounds:
-            with sent_messages() as of_round:
-                staged = next(stages)
-            messages += of_round
-            # What this rank's engine would load on a GPU.
-            loaded = IpcTransport(wire, bench.parallel.rank).forward(round_, staged)
-            names += [name for name, _ in staged]
-            forwarded += [name for name, _ in loaded]
-            wrong += [name for name, tensor in (*staged, *loaded) if not _same(tensor, reader.read(name))]
-    assert next(stages, None) is None
-    everything = [spec.name for spec in wire.all_specs(Piece(n) for n, p in wire.params.items() if not p.alias)]
-    return {
-        "names": names,
-        "wrong": wrong,
-        "rounds": len(rounds),
-        "planned": rounds == planned and sum(messages) == packed_bytes(sent),
-        "forwarded": sorted(forwarded) == sorted(everything if bench.parallel.rank in targets else []),
-    }
-
-
-def _planned_rounds(bench: Bench, wire: WireFormat, targets: tuple[int, ...]) -> tuple[RankRound, ...]:
-    """Plan from the layout alone, as the planner does."""
-    layout, world_size = bench.settings.layout, bench.parallel.world_size
-    decoder = layers_of_stages(bench.policy.config.num_layers, layout, bench.settings.training.megatron_args)
-    stages = with_mtp_layer(decoder, bench.policy.hf)
-    sent = {name: param for name, param in wire.params.items() if not param.alias}
-    holders, round_bytes = shard_holders(sent, layout, world_size, stages), wire.round_bytes(_least_bucket(wire))
-    per_node = bench.parallel.job.ranks_per_node
-    plan = plan_sync(group_params(sent), holders, lambda _: {WHOLE: targets}, per_node, wire.sizes, round_bytes)
-    return plan.of_rank(bench.parallel.rank)
-
-
-def _same(some: Tensor, other: Tensor) -> bool:
-    return some.dtype == other.dtype and torch.equal(some, other)
-
-
 def logits(bench: Bench) -> Result:
     """Rows of this rank's vocabulary shard for every token of the first update."""
     (model,) = bench.policy.models()
@@ -258,7 +128,8 @@ def scores(bench: Bench) -> Result:
 
 def gradient(bench: Bench) -> Result:
     """The whole gradient of this rank's parameters, the sum of its losses; the metrics and loads of the whole job."""
-    policy, parallel = bench.policy, bench.parallel
+    policy = bench.policy
+    parallel = bench.parallel
     policy.expert_load.take(parallel.cpu_group)
     losses = policy.compute_gradients(bench.updates[0], loss_of(bench.settings.algorithm))
     metrics = compute_metrics(reduce_report(UpdateReport(losses, 0.0, 0.0, skipped=False), parallel))
@@ -282,8 +153,10 @@ def updates(bench: Bench) -> Result:
     Also the groups that were used.
     """
     calls = _group_calls()
-    policy, loss = Policy(bench.settings, bench.parallel, with_reference=True), loss_of(bench.settings.algorithm)
-    weights, reports = [], []
+    policy = Policy(bench.settings, bench.parallel, with_reference=True)
+    loss = loss_of(bench.settings.algorithm)
+    weights = []
+    reports = []
     for number, batches in enumerate(bench.updates, start=1):
         reports.append(policy.update(batches, loss))
         weights.append(_copy(policy.tensors))
@@ -345,7 +218,8 @@ def _held(policy: TrainedModel) -> Result:
 
 def exchange(bench: Bench) -> Result:
     """Every rank holds some groups; do the samples that it trains on arrive?"""
-    parallel, groups = bench.parallel, _groups(bench, bench.given.samples)
+    parallel = bench.parallel
+    groups = _groups(bench, bench.given.samples)
     assembly = assembly_of(bench.settings, parallel, SMALL["hidden_size"])
     batch = assemble_step_batch(groups, all_gather_sample_info(groups, parallel.cpu_group), 1, assembly)
     packed = [list(update) for update in batch.updates]
@@ -363,7 +237,8 @@ def _groups(bench: Bench, samples: Sequence[Sample]) -> list[SampleGroup]:
 
 def family(bench: Bench) -> Result:
     """The gradient of one update by every algorithm, through all that happens between groups and loss."""
-    policy, parallel = bench.policy_with_reference, bench.parallel
+    policy = bench.policy_with_reference
+    parallel = bench.parallel
     policy.logprobs = Remembered(policy).logprobs  # type: ignore[method-assign]
     groups = _groups(bench, [bench.given.samples[i] for i in bench.given.first_update])
     infos = all_gather_sample_info(groups, parallel.cpu_group)
@@ -383,7 +258,9 @@ def family(bench: Bench) -> Result:
 
 def replayed(bench: Bench) -> Result:
     """The gradient of an update whose routers replay given experts, and how many; which bits change by their own."""
-    policy, parallel, loss = bench.policy, bench.parallel, loss_of(bench.settings.algorithm)
+    policy = bench.policy
+    parallel = bench.parallel
+    loss = loss_of(bench.settings.algorithm)
     assert policy.replay
     groups = _groups(bench, with_experts(bench.given.samples, model_shape(policy.hf)))
     infos = all_gather_sample_info(groups, parallel.cpu_group)
@@ -393,7 +270,8 @@ def replayed(bench: Bench) -> Result:
     batches = [replace(batch, routed_experts=of) for batch, of in zip(plain, experts, strict=True)]
     policy.logprobs(batches)  # forwards without a backward leave nothing behind
     policy.compute_gradients(batches, loss)
-    counts, shards = policy.replay.take_counts(), _gradients(policy)
+    counts = policy.replay.take_counts()
+    shards = _gradients(policy)
     policy.compute_gradients(plain, loss)
     own = _gradients(policy)
     plain_outputs, recorded = policy.record_routing(plain)
@@ -411,7 +289,8 @@ def replayed(bench: Bench) -> Result:
 
 def supervised(bench: Bench) -> Result:
     """Loss and gradient of chats, each kind of them as one update."""
-    policy, results = bench.policy, {}
+    policy = bench.policy
+    results = {}
     for kind in CHATS:
         data = chat_set(bench.settings.model.path, kind)
         batch = pack_samples(data, range(len(data)), bench.settings.training.max_tokens_per_microbatch, policy)
@@ -457,7 +336,8 @@ def converted(bench: Bench) -> Result:
     """What Megatron loads of a converted folder, and a checkpoint converted back."""
     policy = Policy(bench.settings, bench.parallel, with_reference=False)
     direct = copies(policy)
-    folder, model = bench.checkpoints / bench.case.name, bench.settings.model.path
+    folder = bench.checkpoints / bench.case.name
+    model = bench.settings.model.path
     if bench.parallel.rank == 0:
         to_megatron(model, folder / "converted", _unwatched, part_bytes=100_000)
         (folder / "saved").mkdir()
@@ -480,8 +360,6 @@ def _unwatched(done: int, total: int) -> None:
 MEASURES: dict[str, Callable[[Bench], Any]] = {
     measure.__name__: measure
     for measure in (
-        export,
-        full_disk,
         logits,
         logprobs,
         scores,

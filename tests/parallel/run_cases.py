@@ -14,9 +14,11 @@ from tests.parallel import lora
 from tests.parallel.cases import CASES, Case
 from tests.parallel.critic_measures import CRITIC_MEASURES
 from tests.parallel.distill_measures import DISTILL_MEASURES
+from tests.parallel.export_measures import EXPORT_MEASURES
 from tests.parallel.inputs import settings_of
 from tests.parallel.measures import MEASURES, Bench
 
+ALL_MEASURES = MEASURES | EXPORT_MEASURES | CRITIC_MEASURES | DISTILL_MEASURES | lora.MEASURES
 TIMEOUT_S = 120.0  # of one collective: the longest that a rank waits for one that broke
 
 
@@ -69,7 +71,7 @@ class CaseRunner:
             self.layout = case.layout
         bench = Bench(case, settings, self.parallel, given, self.root / "checkpoints")
         for measure in case.measures:
-            results[measure] = (MEASURES | CRITIC_MEASURES | DISTILL_MEASURES | lora.MEASURES)[measure](bench)
+            results[measure] = ALL_MEASURES[measure](bench)
 
     def _all_succeeded(self, case: Case, succeeded: bool) -> bool:
         self.store.set(f"{case.name}/{self.rank}", str(succeeded))

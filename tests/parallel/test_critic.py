@@ -22,7 +22,8 @@ def one_rank(case: Case) -> Case:
 
 def joined(case: Case, outcomes: Outcomes, measure: str, update: int | None = None) -> Tensors:
     """The gradient by the files' names, or the weights after one of the measure's updates."""
-    folder, ranks = outcomes.models[case.model].folder, outcomes.by_rank(case, measure)
+    folder = outcomes.models[case.model].folder
+    ranks = outcomes.by_rank(case, measure)
     params = critic_params(critic_config(HfConfig.read(folder)))
     shards = [rank["shards"] if update is None else rank["weights"][update] for rank in ranks]
     return full_tensors(folder, shards, [rank["held"] for rank in ranks], 1e-6 if update is None else 0.0, params)

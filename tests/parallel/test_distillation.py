@@ -17,10 +17,13 @@ BOUND = 1e-5
 def written_out(expected: Expected) -> tuple[Tensors, dict[str, float]]:
     """The gradient of the mean over samples of the mean over tokens, bucket by bucket in float64; and the metrics."""
     model = _load(expected.folder)
-    divergences, losses, masses = list[Tensor](), list[Tensor](), list[tuple[float, float]]()
+    divergences = list[Tensor]()
+    losses = list[Tensor]()
+    masses = list[tuple[float, float]]()
     for sample in (expected.given.samples[i] for i in expected.given.first_update):
         logits = _logits(model, sample).double()[len(sample.prompt_tokens) - 1 : -1]
-        topk, of_sample = teacher_topk(sample, logits.shape[1]), []
+        topk = teacher_topk(sample, logits.shape[1])
+        of_sample = []
         for p, ids, logprobs in zip((logits / TEMPERATURE).softmax(-1), topk.ids, topk.logprobs, strict=True):
             pairs = [(p[i], float(logprob)) for i, logprob in zip(ids.tolist(), logprobs, strict=True) if i >= 0]
             buckets = [(own, torch.tensor(teacher, dtype=torch.float64).exp()) for own, teacher in pairs]
@@ -48,8 +51,11 @@ def written_out(expected: Expected) -> tuple[Tensors, dict[str, float]]:
 
 def truncated_by_hand(expected: Expected) -> tuple[Tensors, dict[str, float]]:
     """The gradient of GRPO with an entropy bonus over the kept tokens in float64, where old and new policy agree."""
-    model, given = _load(expected.folder), expected.given
-    losses, entropies, outside = list[Tensor](), list[Tensor](), list[Tensor]()
+    model = _load(expected.folder)
+    given = expected.given
+    losses = list[Tensor]()
+    entropies = list[Tensor]()
+    outside = list[Tensor]()
     samples = [given.samples[i] for i in given.first_update]
     for sample in samples:
         logits = _logits(model, sample).double()[len(sample.prompt_tokens) - 1 : -1] / TEMPERATURE

@@ -15,7 +15,8 @@ def test_logits(case: Case, outcomes: Outcomes) -> None:
     reference = outcomes.models[case.model].expected
     seen = set()
     for rank in outcomes.by_rank(case, "logits"):
-        where, actual = (rank["sample"], rank["position"]), rank["logits"]
+        where = (rank["sample"], rank["position"])
+        actual = rank["logits"]
         start = rank["tensor"] * actual.shape[1]
         expected = rows(reference.logits, *where)[:, start : start + actual.shape[1]]
         # What goes beyond the vocabulary is its padding.

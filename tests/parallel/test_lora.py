@@ -34,15 +34,18 @@ def test_peft_loads_the_folder_and_has_the_logits_weights_and_gradient_of_one_ra
 ) -> None:
     adapters, merged = exported(case, outcomes)
     expected = outcomes.models[case.model].expected
-    model, ours = peft_model.load_peft(expected.folder, adapters), peft_model.load(merged)
+    model = peft_model.load_peft(expected.folder, adapters)
+    ours = peft_model.load(merged)
     sequence = expected.given.sequence(0)
-    logits, moved = peft_model.logits(model, sequence), peft_model.logits(peft_model.load(expected.folder), sequence)
+    logits = peft_model.logits(model, sequence)
+    moved = peft_model.logits(peft_model.load(expected.folder), sequence)
     assert (logits - moved).abs().max() > 0.1 * expected.scale
     assert (logits - peft_model.logits(ours, sequence)).abs().max() <= 5e-6 * case.rounding * expected.scale
     assert not exceeding(
         relative_errors(gradient(case, outcomes), peft_model.gradient(model, expected)), BOUND * case.rounding
     )
-    by_peft, own = peft_model.merged_state(model), ours.state_dict()
+    by_peft = peft_model.merged_state(model)
+    own = ours.state_dict()
     assert by_peft.keys() == own.keys()
     assert not exceeding(relative_errors(dict(own), dict(by_peft)), MERGED_BOUND * case.rounding)
 
@@ -51,7 +54,8 @@ def test_peft_loads_the_folder_and_has_the_logits_weights_and_gradient_of_one_ra
 def test_gradient_and_folders_of_every_layout_are_those_of_one_rank(case: Case, outcomes: Outcomes) -> None:
     one = CASES[f"{case.model}-one-lora"]
     assert not exceeding(relative_errors(gradient(case, outcomes), gradient(one, outcomes)), BOUND * case.rounding)
-    (adapters, merged), (adapters_of_one, merged_of_one) = exported(case, outcomes), exported(one, outcomes)
+    (adapters, merged) = exported(case, outcomes)
+    (adapters_of_one, merged_of_one) = exported(one, outcomes)
     actual, expected = (load_file(folder / "adapter_model.safetensors") for folder in (adapters, adapters_of_one))
     assert actual.keys() == expected.keys()
     assert [name for name in actual if not torch.equal(actual[name], expected[name])] == []

@@ -27,7 +27,8 @@ def test_the_gradient_of_replayed_experts_is_that_of_one_rank(case: Case, outcom
 def test_every_expert_id_is_replayed_by_one_rank(case: Case, outcomes: Outcomes) -> None:
     """So ranks hold no more than their own share."""
     model = outcomes.models[case.model]
-    given, shape = model.expected.given, model_shape(HfConfig.read(model.folder))
+    given = model.expected.given
+    shape = model_shape(HfConfig.read(model.folder))
     samples = [with_experts(given.samples, shape)[i] for i in given.first_update]
     routed = [sample for sample in samples if sample.routed_experts is not None]
     assert 0 < len(routed) < len(samples)

@@ -12,7 +12,8 @@ from tests.parallel.inputs import SAVED_AFTER, UPDATES
 
 NORM_BOUND = 1e-5
 # Of the change of the weights, unless the weights differ by no more than float32 can tell of them.
-CHANGE_BOUND, RESOLUTION = 5e-5, torch.finfo(torch.float32).eps
+CHANGE_BOUND = 5e-5
+RESOLUTION = torch.finfo(torch.float32).eps
 
 
 def updated(case: Case, outcomes: Outcomes, updates: int) -> Tensors:
@@ -49,11 +50,13 @@ def test_every_rank_knows_the_gradient_norm_of_one_rank(case: Case, outcomes: Ou
 
 @pytest.mark.parametrize("case", cases_with("updates"), ids=lambda case: case.name)
 def test_updates_use_the_communicators_that_the_plan_counts(case: Case, outcomes: Outcomes) -> None:
-    model, ranks = outcomes.models[case.model].config, outcomes.by_rank(case, "updates")
+    model = outcomes.models[case.model].config
+    ranks = outcomes.by_rank(case, "updates")
     has_experts = not {"num_experts", "n_routed_experts"}.isdisjoint(model)
     tied = model.get("tie_word_embeddings", False) or case.trains_mtp
     counted = communicators(LayoutConfig(**case.sizes), len(ranks), has_experts, tied)
-    used, planned = {name for rank in ranks for name in rank["groups"]}, {group.group for group in counted}
+    used = {name for rank in ranks for name in rank["groups"]}
+    planned = {group.group for group in counted}
     # WORLD is the weight sync's; the other is used by newer versions of Megatron, and by routers with a bias only.
     assert used <= planned
     assert planned - used <= {WORLD, "TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP"}
