@@ -54,7 +54,8 @@ from grpo_mp.utils.parsers import evaluate_parser
 from grpo_mp.utils.phases import Phase
 from grpo_mp.weight_sync.update import PolicyShards, build_weight_sync
 
-SCORES, SAMPLES = "eval.json", "samples.jsonl"
+SCORES = "eval.json"
+SAMPLES = "samples.jsonl"
 
 
 @dataclass(frozen=True)

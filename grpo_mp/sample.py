@@ -121,7 +121,8 @@ def run(job: SamplingJob, inputs: RunInputs) -> None:
     If every prompt is already answered, no engine starts: the files are rewritten, for example with other filters.
     """
     check_folder(job, inputs)
-    prompts, before = job.prompts(inputs), read_json(job.folder / SUMMARY)
+    prompts = job.prompts(inputs)
+    before = read_json(job.folder / SUMMARY)
     throughput = before.get("last_start")
     if before.get("answered_prompts", 0) < len(prompts):
         throughput = generate(job, inputs, prompts)
@@ -137,7 +138,8 @@ def check_folder(job: SamplingJob, inputs: RunInputs) -> None:
         raise UserError(f"{job.folder} holds a training run: choose another --out")
     if not (job.folder / IDENTITY).exists():
         return
-    before, now = read_json(job.folder / IDENTITY), job.identity(inputs)
+    before = read_json(job.folder / IDENTITY)
+    now = job.identity(inputs)
     changed = [
         f"{name} was {before.get(name)!r}, is now {now.get(name)!r}"
         for name in {**before, **now}

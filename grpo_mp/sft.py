@@ -64,7 +64,8 @@ class SftContext(PolicyContext):
 
 def fine_tune(ctx: SftContext) -> None:
     """Run supervised fine-tuning: each step minimizes the mean cross-entropy of the batch's loss tokens."""
-    run, inputs = ctx.settings.run, ctx.inputs
+    run = ctx.settings.run
+    inputs = ctx.inputs
     logger = ctx.open_logger(ctx.settings.model_dump(mode="json"), inputs.make_loggers)
     if ctx.state.step == 0:
         logger.write(0, StepRecord(evaluate(ctx)))
@@ -83,7 +84,8 @@ def fine_tune(ctx: SftContext) -> None:
 
 def take_samples(ctx: SftContext) -> SftBatch:
     """Return the samples of the next step, with this rank's share packed into micro-batches."""
-    settings, train = ctx.settings, ctx.inputs.train
+    settings = ctx.settings
+    train = ctx.inputs.train
     cursor = ctx.state.cursor or Cursor(seed=settings.run.seed)
     with ctx.phases.phase(Phase.TRAIN, "samples"):
         count = settings.step_samples(train.epoch_size, ctx.state.samples_seen)
@@ -127,7 +129,8 @@ def step_record(
 
 def evaluate(ctx: SftContext) -> dict[str, float]:
     """Return the loss of each held-out set, by metric name."""
-    settings, metrics = ctx.settings, dict[str, float]()
+    settings = ctx.settings
+    metrics = dict[str, float]()
     if not ctx.inputs.evals:
         return metrics
     limit = settings.training.max_tokens_per_microbatch
@@ -147,7 +150,8 @@ def read_inputs(settings: SftSettings, world_size: int) -> SftInputs:
     hf, tokenizer = read_model(model, settings.layout, settings.training, world_size)
     hf.check_positions(settings.sft.max_tokens, "sft.max_tokens")
     check_export(run, model)
-    stops, variables = stop_tokens(model.path, tokenizer), settings.data.chat_template_kwargs
+    stops = stop_tokens(model.path, tokenizer)
+    variables = settings.data.chat_template_kwargs
     reader = ChatReader(settings.data, settings.sft, ChatEncoder(tokenizer, settings.sft.loss_on, stops, variables))
     train = load_train_chats(reader)
     check_same_data(run.folder, train.digest)
@@ -211,7 +215,8 @@ def describe(
     settings: SftSettings, inputs: SftInputs, world_size: int, ranks_per_node: int, every_setting: bool
 ) -> str:
     """Return the text of a dry run: layout, sizes, first sample, warnings, and settings as YAML."""
-    steps, size = settings.run.steps, settings.sft.batch_size
+    steps = settings.run.steps
+    size = settings.sft.batch_size
     facts = [
         describe_ranks(settings.layout, world_size, 0, ranks_per_node),
         f"{steps} steps of {size} samples: {steps * size / inputs.train.epoch_size:.2f} epochs",

@@ -85,7 +85,8 @@ def train(ctx: TrainContext) -> None:
 
     With a critic (PPO), token advantages are computed from its values, and each step updates the critic first.
     """
-    run, logger = ctx.settings.run, open_logger(ctx)
+    run = ctx.settings.run
+    logger = open_logger(ctx)
     record = StepRecord(sync_first_weights(ctx))
     if ctx.state.step == 0:
         if not ctx.should_stop():
@@ -170,9 +171,11 @@ def send_experts(ctx: RolloutContext, rollouts: RolloutBatch, step: int) -> None
 
 def step_rule(ctx: RolloutContext) -> StepRule:
     """Return the rule by which samples are divided into updates and micro-batches."""
-    settings, job = ctx.settings, ctx.job
+    settings = ctx.settings
+    job = ctx.job
     dp_size = data_parallel_size(settings.layout, job.world_size - job.engine_ranks)
-    hidden_size, with_mtp = model_shape(ctx.inputs.hf).hidden_size, settings.model.trains_mtp
+    hidden_size = model_shape(ctx.inputs.hf).hidden_size
+    with_mtp = settings.model.trains_mtp
     packing = packing_rule(settings.layout, settings.training, dp_size, hidden_size=hidden_size, with_mtp=with_mtp)
     return StepRule(packing, settings.training, settings.run.seed)
 
@@ -194,7 +197,8 @@ def compute_advantages(ctx: TrainContext, rollouts: RolloutBatch, step: int) -> 
 
 def compute_logprobs_and_values(ctx: TrainContext, batch: StepBatch) -> UpdateBatches:
     """Return the micro-batches of each update, with old and reference logprobs and critic values as the loss needs."""
-    settings, state = ctx.settings, ctx.state
+    settings = ctx.settings
+    state = ctx.state
     with ctx.phases.phase(Phase.LOGPROB):
         return compute_logprobs(
             ctx.policy,
@@ -221,7 +225,8 @@ def update_critic(ctx: TrainContext, updates: UpdateBatches, step: int) -> list[
 def update_policy(ctx: TrainContext, rollouts: RolloutBatch, updates: UpdateBatches, step: int) -> list[UpdateReport]:
     """Run the step's optimizer updates, refresh the reference model when due, and advance `ctx.state`."""
     ctx.finish_save()
-    algorithm, epochs = ctx.settings.algorithm, ctx.settings.training.epochs
+    algorithm = ctx.settings.algorithm
+    epochs = ctx.settings.training.epochs
     with ctx.phases.phase(Phase.TRAIN):
         check_replicas(ctx.policy, step)
         ctx.recovery.keep_weights()
@@ -348,7 +353,8 @@ def open_context(settings: Settings, inputs: RunInputs) -> Iterator[RolloutConte
     find_checkpoints = partial(resumable_checkpoints, settings.run.folder, inputs.train.digest)
     greeting = partial(greet, settings, inputs)
     with open_engines(settings, inputs, find_checkpoints, greeting) as engines, platform.gc_frozen():
-        job, policy = engines.job, engines.policy
+        job = engines.job
+        policy = engines.policy
         state = replace(engines.resumed.state, data=inputs.train.digest or engines.resumed.state.data)
         collector: Collector
         if inputs.replay:
@@ -379,7 +385,8 @@ def open_context(settings: Settings, inputs: RunInputs) -> Iterator[RolloutConte
 
 def make_collector(settings: Settings, inputs: RunInputs, engines: Engines) -> RolloutCollector:
     """Return the collector, with the groups that an earlier job recorded."""
-    job, rollout = engines.job, engines.rollout
+    job = engines.job
+    rollout = engines.rollout
     return RolloutCollector(
         settings,
         inputs.train,

@@ -10,7 +10,9 @@ from grpo_mp.distributed.process_groups import Parallel
 
 
 def assembly_of(settings: Settings, parallel: Parallel, hidden_size: int, moe_layers: Sequence[int] = ()) -> Assembly:
-    training, with_mtp = settings.training, settings.model.trains_mtp
+    training = settings.training
+    with_mtp = settings.model.trains_mtp
     packing = packing_rule(settings.layout, training, parallel.dp_size, hidden_size=hidden_size, with_mtp=with_mtp)
-    rule, estimator = StepRule(packing, training, settings.run.seed), load_estimator(settings.algorithm.advantage)
+    rule = StepRule(packing, training, settings.run.seed)
+    estimator = load_estimator(settings.algorithm.advantage)
     return Assembly(rule, settings.algorithm, settings.rollout, parallel, estimator, {}, moe_layers=moe_layers)

@@ -33,7 +33,8 @@ hypothesis.settings.register_profile("same draws", PATIENT)
 hypothesis.settings.register_profile("fresh draws", PATIENT, derandomize=False, print_blob=True)
 
 ROOT = Path(__file__).parents[1]
-TRAIN_PROMPTS, EVAL_PROMPTS = 60, 6
+TRAIN_PROMPTS = 60
+EVAL_PROMPTS = 6
 # What one test process runs, the longest first: folders, and in e2e the files whose tests share a run of a fixture.
 SHARED_RUN = "finished_run"
 LONGEST = ("parallel", SHARED_RUN, "launch", "bench", "e2e", "rollout", "policy", "doctor", "trainer")
@@ -90,7 +91,8 @@ def _scope(nodeid: str) -> str:
 
 
 def _place(nodeid: str) -> int:
-    scope, folder = _scope(nodeid), nodeid.split("/")[1]
+    scope = _scope(nodeid)
+    folder = nodeid.split("/")[1]
     name = scope if scope in LONGEST else folder
     return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 

@@ -13,7 +13,8 @@ from grpo_mp.utils.log import log_file, log_to_terminal, logging_to
 @pytest.fixture(autouse=True)
 def _terminal() -> Iterator[None]:
     logging.captureWarnings(False)  # what another test left: pytest restores showwarning, not what logging knows of it
-    root, show = logging.getLogger(), warnings.showwarning
+    root = logging.getLogger()
+    show = warnings.showwarning
     before = list(root.handlers)
     log_to_terminal()
     log_to_terminal()  # shows nothing twice

@@ -50,7 +50,8 @@ def test_a_rank_ends_with_its_launcher(tmp_path: Path, launcher: str, when: str)
     file = tmp_path / "pid"
     command = [sys.executable, "-c", LAUNCHER, RANK, str(file), when, launcher, LAUNCHER_PID]
     subprocess.run(command, check=True, timeout=300, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])})
-    rank, deadline = int(file.read_text()), time.monotonic() + 120.0
+    rank = int(file.read_text())
+    deadline = time.monotonic() + 120.0
     while psutil.pid_exists(rank) and psutil.Process(rank).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, "the rank is left behind"
         time.sleep(0.05)

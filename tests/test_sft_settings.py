@@ -57,7 +57,8 @@ def test_wrong_settings_are_one_sentence(sections: dict[str, Any], sentence: str
 
 
 def test_a_file_is_of_the_kind_that_its_section_sft_says(tmp_path: Path) -> None:
-    of_sft, of_rl = tmp_path / "sft.yaml", tmp_path / "rl.yaml"
+    of_sft = tmp_path / "sft.yaml"
+    of_rl = tmp_path / "rl.yaml"
     of_sft.write_text(yaml.safe_dump(MINIMAL))
     of_rl.write_text(yaml.safe_dump(MINIMAL_SETTINGS))
     assert load_any_settings(of_sft, ["run.epochs=3"]) == load_sft_settings(of_sft, ["run.epochs=3"])
@@ -100,12 +101,15 @@ def test_every_sample_is_seen_once_in_each_epoch_that_is_added(monkeypatch: pyte
     """10 samples, 4 a step: an epoch, then two more."""
     monkeypatch.setattr(sft_step, "pack_samples", lambda *_: None)
     train = cast(ChatSet, SimpleNamespace(epoch_size=10, mixture=()))
-    cursor, step, seen = Cursor(seed=5), 0, list[int]()
+    cursor = Cursor(seed=5)
+    step = 0
+    seen = list[int]()
     for epochs, steps in ((1, 3), (2, 6), (3, 9)):
         settings = settings_of(sft={"batch_size": 4}, run={"epochs": epochs}).with_steps(10, step, len(seen))
         assert settings.run.steps == steps
         while step < settings.run.steps:
             batch = next_batch(train, cursor, settings.step_samples(10, len(seen)), True, 8, cast(Policy, None))
-            cursor, step = batch.cursor, step + 1
+            cursor = batch.cursor
+            step = step + 1
             seen += batch.indices
         assert [sorted(seen[start : start + 10]) for start in range(0, len(seen), 10)] == [list(range(10))] * epochs

@@ -234,7 +234,8 @@ def train(machine: Machine, name: str, settings: Sequence[str]) -> str:
 def kill_and_resume(machine: Machine, settings: Sequence[str]) -> str:
     """Kill a run after its second step and start it again; check that no step is missing."""
     arguments = [*common_settings(machine, "kill", 2 * STEPS), f"layout.expert={math.gcd(machine.ranks, 8)}", *settings]
-    command, log = machine.train_command("kill", arguments), machine.folder / "kill.log"
+    command = machine.train_command("kill", arguments)
+    log = machine.folder / "kill.log"
     run = machine.folder / "kill"
     with start(command, log) as job:
         while len(read_metrics(run / METRICS)) <= 2:  # steps 0 to 2
@@ -280,7 +281,8 @@ def summarize(lines: Sequence[Mapping[str, float]], steps: int) -> str:
     last = lines[-1]
     check = f"sync check {last['sync/check/logprob_abs_diff/mean']:.1e} of {last['sync/check/limit']:.1e} nats"
     decode = f"decode against training {last['mismatch/logprob_abs_diff/mean']:.1e} nats"
-    decoded, synced = last["speed/generate_tokens_per_s"], last["sync/bytes_per_s"] / 1e9
+    decoded = last["speed/generate_tokens_per_s"]
+    synced = last["sync/bytes_per_s"] / 1e9
     return f"{check}, {decode}, {decoded:.0f} tokens/s, sync {synced:.2g} GB/s, step {last['time/step_s']:.1f} s"
 
 

@@ -60,7 +60,8 @@ def host_copy_rate(pinned: bool, nbytes: int = 1 << 30) -> float:
 
 def disk_rate(folder: Path, nbytes: int) -> float:
     """Return the bytes written to disk per second, including fsync."""
-    file, block = folder / "disk_rate.bin", os.urandom(1 << 20)
+    file = folder / "disk_rate.bin"
+    block = os.urandom(1 << 20)
     started = time.monotonic()
     with file.open("wb") as out:
         for _ in range(nbytes >> 20):

@@ -47,7 +47,8 @@ def fill(page: str, **parts: str) -> str:
     """Return the text of a page with each part inserted between `<!-- begin NAME -->` and `<!-- end NAME -->`."""
     text = (ROOT / page).read_text(encoding="utf-8")
     for name, part in parts.items():
-        begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
+        begin = f"<!-- begin {name} -->\n"
+        end = f"<!-- end {name} -->"
         before, _, rest = text.partition(begin)
         _, _, after = rest.partition(end)
         text = f"{before}{begin}\n{part.strip()}\n\n{end}{after}"

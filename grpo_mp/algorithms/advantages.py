@@ -97,7 +97,8 @@ def outcome_advantages(
     A_i = (r_i - baseline_i) / (scale_i + EPS), with the baseline from BASELINES and the scale from SCALES; scale none
     does not divide. With a group baseline, a group with equal rewards gets exactly 0.
     """
-    values, groups = torch.tensor(rewards, dtype=torch.float64), Groups.by_id(group_ids)
+    values = torch.tensor(rewards, dtype=torch.float64)
+    groups = Groups.by_id(group_ids)
     if advantage.scale == "group_mean" and min(rewards, default=0.0) < 0:
         raise UserError(
             f"algorithm.advantage.scale=group_mean divides by the mean reward of a group, and a reward is "

@@ -46,8 +46,10 @@ def loss_report(
     `on_policy`: 0 for tokens that the off-policy mask removes, else 1. Engine and policy are compared on tokens with a
     finite rollout logprob.
     """
-    mask, ratio = batch.mask.double(), terms.log_ratio.detach().clamp(max=MAX_SQUARED_LOG_RATIO).exp()
-    new, has_rollout_logprob = terms.new.detach(), batch.rollout_logprobs.isfinite()
+    mask = batch.mask.double()
+    ratio = terms.log_ratio.detach().clamp(max=MAX_SQUARED_LOG_RATIO).exp()
+    new = terms.new.detach()
+    has_rollout_logprob = batch.rollout_logprobs.isfinite()
     rollout = batch.rollout_logprobs.where(has_rollout_logprob, new)
     difference = new - rollout
     abs_difference = difference.abs() * mask
@@ -98,9 +100,11 @@ def _clipped(terms: TokenTerms, ratio: Tensor, algorithm: AlgorithmConfig) -> di
     is_positive = terms.advantages > 0
     if entry.divergence:
         outside = ~within_divergence(terms, algorithm, entry.divergence)
-        low, high = outside & is_negative, outside & is_positive
+        low = outside & is_negative
+        high = outside & is_positive
     else:
-        low, high = (ratio < 1 - clip.low) & is_negative, (ratio > 1 + clip.high) & is_positive
+        low = (ratio < 1 - clip.low) & is_negative
+        high = (ratio > 1 + clip.high) & is_positive
     is_dual = torch.zeros_like(low)
     if clip.dual_clip is not None and entry.has_dual_clip:
         is_dual = (ratio > clip.dual_clip) & (is_negative | is_positive)

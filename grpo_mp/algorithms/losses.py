@@ -53,7 +53,8 @@ def make_loss(
 
     def loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         batch = _mask_logprobs(batch.to(logprobs.device))
-        new, entropy = _masked(logprobs, batch.mask), _masked(entropy, batch.mask)
+        new = _masked(logprobs, batch.mask)
+        entropy = _masked(entropy, batch.mask)
         has_rollout_logprob = batch.rollout_logprobs.isfinite()  # a token without one is masked out of the loss
         terms = _token_terms(new, batch, algorithm, Sequences.from_batch(batch, reduce))
         entropy_mask = (entropy.detach() >= batch.entropy_floor) & has_rollout_logprob
@@ -191,7 +192,8 @@ def rollout_is_weights(
     w = log_w.exp()
     if correction.kind == "truncate":
         return w.clamp(correction.low, correction.high)
-    low, high = correction.low or 0.0, correction.high if correction.high is not None else torch.inf
+    low = correction.low or 0.0
+    high = correction.high if correction.high is not None else torch.inf
     return w.where((w >= low) & (w <= high), 0.0)
 
 
@@ -227,7 +229,8 @@ def rejection_mask(
         level, _, estimator = name.rpartition("_")
         values = estimates[estimator]
         if estimator == "k1":  # its limits are ratios
-            low, high = math.log(low), math.log(high)
+            low = math.log(low)
+            high = math.log(high)
         if level in ("seq_sum", "seq_mean"):
             values = sequences.sums(values) if level == "seq_sum" else sequences.means(values)
         within = (values >= low) & (values <= high)
@@ -283,7 +286,8 @@ def token_weights(
 
 
 KL_GAIN = 0.1
-ENTROPY_STEP, MAX_ENTROPY_COEF = 0.005, 1.0  # as in TRL
+ENTROPY_STEP = 0.005  # as in TRL
+MAX_ENTROPY_COEF = 1.0
 MAX_KL_ERROR = 0.2
 
 AdaptiveCoefs = Mapping[str, float]

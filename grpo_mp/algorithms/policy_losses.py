@@ -13,7 +13,8 @@ from grpo_mp.utils.types import MicroBatch
 
 # Published constants: for a positive advantage, for a negative one.
 SAPO_TEMPERATURES = (1.0, 1.05)
-VESPO_K, VESPO_LAMBDA = (2.0, 3.0), (3.0, 2.0)
+VESPO_K = (2.0, 3.0)
+VESPO_LAMBDA = (3.0, 2.0)
 # Clip-Cov and KL-Cov, with verl's defaults: share of the tokens that are selected, limits of Clip-Cov's covariance,
 # weight of KL-Cov's penalty.
 COV_SHARE = 2e-4
@@ -150,7 +151,8 @@ def vespo(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
     VESPO, arXiv 2602.10693. As in TRL, w is clamped to [1e-8, e^20] and includes the rollout correction
     (registries.py).
     """
-    low, high = torch.tensor(1e-8).log().item(), 20.0
+    low = torch.tensor(1e-8).log().item()
+    high = 20.0
     log_correction = terms.correction.log().clamp(low, high)
     log_ratio = terms.token_log_ratio.detach().clamp(-high, high)
     log_w = terms.sequences.sums(log_ratio) + terms.sequences.sums(log_correction)
@@ -313,13 +315,15 @@ def topk_terms(batch: MicroBatch, distillation: DistillationConfig) -> TopkTerms
     policy = batch.topk_logprobs
     if ids is None or teacher is None or policy is None:
         return None
-    known, learned = ids >= 0, batch.mask.bool()[:, None]
+    known = ids >= 0
+    learned = batch.mask.bool()[:, None]
     log_p = policy.t().double().where(learned, 0.0)
     mass = teacher.double().exp().where(known, 0.0).sum(1)
     rest = torch.log1p(-mass.clamp(max=1 - LEAST_REST))
     log_q = torch.cat([teacher.double(), rest[:, None]], 1)
     difference = (log_p - log_q).where(torch.cat([known, torch.ones_like(known[:, :1])], 1) & learned, 0.0)
-    reverse, forward = (log_p.exp() * difference).sum(1), -(log_q.exp() * difference).sum(1)
+    reverse = (log_p.exp() * difference).sum(1)
+    forward = -(log_q.exp() * difference).sum(1)
     weight = {"reverse": 0.0, "forward": 1.0, "mixed": 0.5}[distillation.kl_type]
     policy_mass = log_p.detach()[:, :-1].exp().where(known, 0.0).sum(1)
     return TopkTerms(weight * forward + (1 - weight) * reverse, mass, policy_mass)

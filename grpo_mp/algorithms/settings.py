@@ -340,7 +340,8 @@ def contradictions(algorithm: AlgorithmConfig) -> list[str]:
 
 
 def _advantage_contradictions(algorithm: AlgorithmConfig) -> list[str]:
-    advantage, distillation = algorithm.advantage, algorithm.distillation
+    advantage = algorithm.advantage
+    distillation = algorithm.distillation
     replaces = not algorithm.learns_from_rewards
     kl_in_reward = algorithm.kl.coef > 0 and algorithm.kl.apply_to == "reward"
     special = advantage.estimator or advantage.level == "process" or advantage.combine == "normalize"
@@ -379,7 +380,8 @@ def _advantage_contradictions(algorithm: AlgorithmConfig) -> list[str]:
 
 def _token_contradictions(algorithm: AlgorithmConfig) -> list[str]:
     """Return a message for each part that differs by token, beside a ratio or loss of a whole sequence."""
-    distillation, policy_loss = algorithm.distillation, policy_loss_entry(algorithm.policy_loss)
+    distillation = algorithm.distillation
+    policy_loss = policy_loss_entry(algorithm.policy_loss)
     by_token = {
         "advantage.level=process": algorithm.advantage.level == "process",
         "advantage.baseline=critic": algorithm.advantage.of_critic,

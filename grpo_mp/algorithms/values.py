@@ -16,11 +16,13 @@ RETURN_SUMS = ("tokens", "values", "returns", "returns2", "errors", "errors2")  
 
 def discounted_sums(values: Tensor, discount: float) -> Tensor:
     """Return at each t the sum over l of discount^l x values[t + l], [T] -> [T], by log2(T) tensor operations."""
-    sums, step = values.clone(), 1
+    sums = values.clone()
+    step = 1
     while step < len(sums):  # each sum has `step` terms now
         ahead = torch.zeros_like(sums)
         ahead[:-step] = sums[step:]
-        sums, step = sums + discount**step * ahead, 2 * step
+        sums = sums + discount**step * ahead
+        step = 2 * step
     return sums
 
 
@@ -30,7 +32,8 @@ def generalized_advantages(rewards: Tensor, values: Tensor, gamma: float, lam: f
     A_t = sum over l of (gamma lambda)^l delta_{t+l}, delta_t = r_t + gamma V(s_{t+1}) - V(s_t), with V = 0 after the
     last token (Schulman et al., arXiv 1506.02438, eq. 11, 12 and 16). `values` [T]: V of the state before each token.
     """
-    rewards, values = rewards.double(), values.double()
+    rewards = rewards.double()
+    values = values.double()
     following = torch.cat([values[1:], values.new_zeros(min(1, len(values)))])
     return discounted_sums(rewards + gamma * following - values, gamma * lam)
 
@@ -66,7 +69,8 @@ def make_value_loss(cliprange_value: float) -> ValueLoss:
         # Values at other tokens affect neither loss nor gradient.
         new, old, returns = (one.double().where(learned, 0.0) for one in (values, batch.values, batch.returns))
         clipped = new.clamp(old - cliprange_value, old + cliprange_value)
-        squared, squared_clipped = (new - returns).square(), (clipped - returns).square()
+        squared = (new - returns).square()
+        squared_clipped = (clipped - returns).square()
         total = (0.5 * torch.max(squared, squared_clipped) * batch.loss_weights).sum()
         is_clipped = (squared_clipped > squared).detach() & learned
         sums = torch.stack([total.detach(), is_clipped.sum().double(), learned.sum().double()])
@@ -81,7 +85,8 @@ def return_sums(batches: Sequence[MicroBatch]) -> Tensor:
     for batch in batches:
         if batch.values is not None and batch.returns is not None:
             learned = batch.in_loss
-            values, returns = batch.values[learned].double(), batch.returns[learned].double()
+            values = batch.values[learned].double()
+            returns = batch.returns[learned].double()
             errors = returns - values
             rows = (torch.ones_like(values), values, returns, returns.square(), errors, errors.square())
             sums += torch.stack([row.sum() for row in rows]).cpu()

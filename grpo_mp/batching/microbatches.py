@@ -122,7 +122,8 @@ def _least_loaded(
 
 def first_fit(order: Iterable[int], sizes: Sequence[int] | Mapping[int, int], capacity: int) -> list[list[int]]:
     """Put each item, in order, into the first bin with room. An item larger than `capacity` gets its own bin."""
-    items, bins = list(order), list[list[int]]()
+    items = list(order)
+    bins = list[list[int]]()
     # Segment tree over the bins: each node holds the largest free room below it, so the search takes O(log n).
     leaves = 1 << len(items).bit_length()
     room = [capacity] * (2 * leaves)

@@ -131,7 +131,8 @@ def _write_sample(batch: MicroBatch, sequence: _Sequence, sample: Sample, prompt
         sample = replace(sample, prompt_tokens=sample.prompt_tokens[shared_tokens:])
     if sample.total_tokens > sequence.length:
         raise ValueError(f"{label} has {sample.total_tokens} tokens, planned were {sequence.length}")
-    start, end = sequence.start, sequence.start + sample.total_tokens
+    start = sequence.start
+    end = sequence.start + sample.total_tokens
     response = slice(start + len(sample.prompt_tokens) - 1, end - 1)
     tokens = torch.tensor(sample.prompt_tokens + sample.tokens)
     batch.tokens[start:end] = tokens

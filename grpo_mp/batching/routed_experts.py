@@ -104,7 +104,8 @@ def _outgoing(
     pad_to = update.padded_size
     places = [coordinates(rank, layout, len(columns)) for rank in range(len(columns))]
     origins = [token_origins(plans[number], align, pad_to) for plans in update.schedule.ranks]
-    content, chosen = [], dict[tuple[int, int, int], tuple[Ranges, ExpertIds | None]]()
+    content = []
+    chosen = dict[tuple[int, int, int], tuple[Ranges, ExpertIds | None]]()
     for place, layers in zip(places, columns, strict=True):
         key = (place.data, place.context, place.tensor)
         if key not in chosen:
@@ -132,7 +133,8 @@ def _select(origins: npt.NDArray[np.int64], experts: Mapping[int, ExpertIds]) ->
 
     `origins`: sample and token of each row.
     """
-    ranges, of_rows = [], []
+    ranges = []
+    of_rows = []
     for sample in np.unique(origins[:, 0]).tolist():
         if sample in experts:
             at = np.flatnonzero((origins[:, 0] == sample) & (origins[:, 1] < len(experts[sample])))

@@ -77,7 +77,8 @@ def assemble_step_batch(
     by_sample = estimate_advantages(assembly.estimator, infos, algorithm.advantage, weights=assembly.reward_weights)
     advantages = _by_sequence(by_sample, [[part.response_tokens for part in info.sequences] for info in infos])
     masks_failed = rollout.failed == "mask"
-    sequences, learns = _sequences(infos), [not is_masked(info, algorithm, masks_failed) for info in infos]
+    sequences = _sequences(infos)
+    learns = [not is_masked(info, algorithm, masks_failed) for info in infos]
     sample_of = tuple(i for i, info in enumerate(infos) for _ in info.sequences)
     plan = _plan(infos, rule, step)
     samples = _exchange(groups, sequences, plan, assembly)
@@ -85,10 +86,12 @@ def assemble_step_batch(
     def pack_update(update: UpdatePlan) -> tuple[MicroBatch, ...]:
         numbers = list(dict.fromkeys(sample_of[i] for i in update.samples))  # sequences of a sample are adjacent
         tokens = [[part.generated_tokens for part in infos[number].sequences] for number in numbers]
-        totals, included = [sum(of_sample) for of_sample in tokens], [learns[number] for number in numbers]
+        totals = [sum(of_sample) for of_sample in tokens]
+        included = [learns[number] for number in numbers]
         weights = token_weights(totals, included, algorithm, rollout.max_response_tokens)
         loss_tokens = sum(total for total, is_included in zip(totals, included, strict=True) if is_included)
-        place, loss_weights = parallel.coords, _by_sequence(weights, tokens)
+        place = parallel.coords
+        loss_weights = _by_sequence(weights, tokens)
         batches = microbatches(
             update, samples, advantages, loss_weights=loss_weights, data_rank=place.data, context_rank=place.context
         )
@@ -244,7 +247,8 @@ def with_kl_in_reward(
             for mb in update:
                 kl_by_sequence.index_add_(0, sequence_of_token(mb, plan), cost(mb))
     dist.all_reduce(kl_by_sequence, group=parallel.cpu_group)
-    samples, sample_of = [info for info in batch.infos if not info.part], torch.tensor(batch.sample_of)
+    samples = [info for info in batch.infos if not info.part]
+    sample_of = torch.tensor(batch.sample_of)
     kl_by_sample = torch.zeros(len(samples), dtype=torch.float64).index_add(0, sample_of, kl_by_sequence)
     scored = [i for i, info in enumerate(samples) if info.is_scored]
     rewards = [samples[i].reward - float(kl_by_sample[i]) for i in scored]
@@ -318,9 +322,11 @@ def whiten(updates: UpdateBatches, parallel: Parallel) -> UpdateBatches:
     sums = torch.zeros(3, dtype=torch.float64)
     if parallel.is_reporting_rank:
         for batch in (batch for update in updates for batch in update):
-            mask, values = batch.in_loss.double(), batch.advantages
+            mask = batch.in_loss.double()
+            values = batch.advantages
             sums += torch.stack([mask.sum(), (values * mask).sum(), (values.square() * mask).sum()])
     dist.all_reduce(sums, group=parallel.cpu_group)
-    count, mean = sums[0].clamp(min=1), sums[1] / sums[0].clamp(min=1)
+    count = sums[0].clamp(min=1)
+    mean = sums[1] / sums[0].clamp(min=1)
     std = ((sums[2] / count - mean.square()).clamp(min=0) * count / (count - 1).clamp(min=1)).sqrt()
     return [[_with_advantages(mb, (mb.advantages - mean) / (std + 1e-8)) for mb in update] for update in updates]

@@ -55,7 +55,8 @@ def _of_sequence(packed: Tensor, algorithm: AlgorithmConfig) -> Tensor:
 
     `packed` [4, T]: mask, the response's reward at each generated token, KL cost, value.
     """
-    generated, result = packed[0].bool(), packed.new_zeros(2, packed.shape[1])
+    generated = packed[0].bool()
+    result = packed.new_zeros(2, packed.shape[1])
     rewards, costs, values = packed[1:, generated]
     token_rewards = -costs
     token_rewards[-1:] += rewards[-1:]

@@ -69,7 +69,8 @@ class ChunkWriter:
     def __init__(self, folder: Path, rank: int, chunks: Iterable[TensorChunk]) -> None:
         """Create the folder. The chunks' tensors must not change until `write` returns."""
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self._file = folder, folder / f"rank_{rank:05d}.bin"
+        self.folder = folder
+        self._file = folder / f"rank_{rank:05d}.bin"
         self._pieces = [piece for chunk in chunks if not chunk.is_replica for piece in _pieces(chunk)]
         on_device = [piece.tensor.nbytes for piece in self._pieces if piece.tensor.device.type != "cpu"]
         self.staged_bytes = max(on_device, default=0)
@@ -160,7 +161,8 @@ class _Overlap:
     def read(self, stream: FileIO, strip_bytes: int) -> None:
         """Read the target from the file, in strips of rows of at most `strip_bytes`, or one row."""
         width = self.piece.sizes[1] if len(self.piece.sizes) > 1 else 1
-        itemsize, columns = self.dtype.itemsize, self.columns
+        itemsize = self.dtype.itemsize
+        columns = self.columns
         if len(self.rows) > 1 and (width - len(columns)) * itemsize < PAGE_BYTES:
             columns = range(width)  # reading whole rows needs one read for many rows
         count = max(1, strip_bytes // max(1, len(columns) * itemsize))
@@ -179,7 +181,8 @@ class _Overlap:
 
 def _overlaps(chunk: TensorChunk, index: Mapping[str, StoredTensor], folder: Path) -> list[_Overlap]:
     """Return the intersections of a chunk with the stored pieces; refuse a folder where they do not cover it."""
-    stored, found = index.get(chunk.name), list[_Overlap]()
+    stored = index.get(chunk.name)
+    found = list[_Overlap]()
     matrix = chunk.tensor.view(-1, 1) if chunk.tensor.dim() == 1 else chunk.tensor
     first_row, first_column = (*chunk.offsets, 0)[:2]
     for piece in stored.pieces if stored and stored.shape == chunk.shape else ():
@@ -218,7 +221,8 @@ def memory_of(tensor: Tensor) -> memoryview:
 def read_at(stream: FileIO, place: int, memory: memoryview) -> bool:
     """Fill `memory` from byte `place` of a file; return False if the file ends before."""
     while memory and (count := os.preadv(stream.fileno(), [memory], place)):
-        memory, place = memory[count:], place + count
+        memory = memory[count:]
+        place = place + count
     return not memory
 
 

@@ -48,7 +48,8 @@ def _compare_tensor(name: str, left: HfReader, right: HfReader, tolerance: float
 
 def _largest_difference(a: torch.Tensor, b: torch.Tensor, chunk_size: int = 2**22) -> tuple[float, int]:
     """Return the largest absolute difference of values (infinite for NaN), and the number of values that differ."""
-    largest, count = 0.0, 0
+    largest = 0.0
+    count = 0
     for x, y in zip(a.flatten().split(chunk_size), b.flatten().split(chunk_size), strict=True):
         difference = (x.double() - y.double()).abs()
         unequal = x.double().ne(y.double()) | x.double().signbit().ne(y.double().signbit())

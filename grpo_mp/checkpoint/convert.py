@@ -49,7 +49,8 @@ ReportProgress = Callable[[int, int], None]  # (bytes of the part just written, 
 def to_megatron(source: Path, destination: Path, report_progress: ReportProgress, part_bytes: int = PART_BYTES) -> None:
     """Convert a Hugging Face folder to torch_dist, FP8 weights to bfloat16. Tensors outside the policy are left out."""
     hf = HfConfig.read(source)
-    config, params = family_of(hf).config(hf), _params(hf)
+    config = family_of(hf).config(hf)
+    params = _params(hf)
 
     def load(name: str) -> list[Any]:
         param = params[name]
@@ -91,7 +92,8 @@ def to_hf(
     reader = SavedReader(saved) if (saved / INDEX).is_file() else TorchDistReader(source, hf)
     if isinstance(reader, SavedReader) and hf.mtp_layers and reader.has(family_of(hf).mtp_prefix(hf)):
         hf = HfConfig.read(like, trains_mtp=True)  # the run trained the multi-token-prediction layer
-    params, quantization = _params(hf), fp8_config(hf) if fp8 else None
+    params = _params(hf)
+    quantization = fp8_config(hf) if fp8 else None
     if unread := reader.unread(params.values()):
         raise UserError(
             f"{source} holds {'adapters' if any('.lora_' in name for name in unread) else 'other tensors'}, such as "
@@ -115,7 +117,8 @@ class SavedReader:
     """Reads the weights of a run's checkpoint, which are stored as Hugging Face tensors."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self._index = folder, read_index(folder)
+        self.folder = folder
+        self._index = read_index(folder)
 
     def has(self, prefix: str) -> bool:
         """Return whether the name of a stored tensor begins with `prefix`."""
@@ -202,7 +205,8 @@ class _HfTensors:
         if self.original and self.original.has_fp8:
             if name not in self.original.names or self.original.dtype(name) != FP8:
                 return [(name, tensor)]
-            old, old_scale = self.original.read_stored(name), self.original.read_stored(name + SCALE)
+            old = self.original.read_stored(name)
+            old_scale = self.original.read_stored(name + SCALE)
             weight, scale = requantize(tensor, old, old_scale)
         elif in_fp8:
             weight, scale = quantize(tensor)
@@ -225,7 +229,8 @@ def _dtype(reader: HfReader, param: Param) -> torch.dtype:
 
 def _model_of(checkpoint: Path) -> Path:
     """Return the folder of the model whose weights a checkpoint has."""
-    record, settings = checkpoint / RECORD, checkpoint.resolve().parent.parent / SETTINGS
+    record = checkpoint / RECORD
+    settings = checkpoint.resolve().parent.parent / SETTINGS
     model = None
     if record.is_file():
         model = Path(read_json(record)["model"])

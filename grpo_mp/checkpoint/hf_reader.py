@@ -33,7 +33,8 @@ class HfReader:
 
     def __init__(self, folder: Path, dequantize_to: torch.dtype = torch.bfloat16) -> None:
         """Open all weight files of the folder. `dequantize_to`: dtype in which FP8, INT4 and MXFP4 are read."""
-        self.folder, self.dequantize_to = folder, dequantize_to
+        self.folder = folder
+        self.dequantize_to = dequantize_to
         if not has_hf_weights(folder):
             raise UserError(f"{folder} contains neither {SINGLE_FILE} nor {INDEX}")
         index = folder / INDEX
@@ -108,7 +109,8 @@ class HfReader:
         scale = name + SCALE
         if scale not in self._file_of:
             raise UserError(f"{self.folder}: the FP8 tensor {name} has no {scale}: only blockwise FP8 is read")
-        shape, needed = self.shape(scale), scale_shape(self.shape(name))
+        shape = self.shape(scale)
+        needed = scale_shape(self.shape(name))
         if shape != needed:
             raise UserError(
                 f"{self.folder}: {scale} has shape {list(shape)}, {BLOCK} x {BLOCK} blocks need {list(needed)}"
@@ -170,7 +172,8 @@ def check_model(reader: HfReader, params: Iterable[Param], hf: HfConfig, others:
 
 def check_shape(reader: HfReader, name: str, shape: tuple[int, ...]) -> None:
     """Refuse a tensor that is not floating-point, or has another shape than `shape`, which follows from the config."""
-    stored, dtype = reader.shape(name), reader.dtype(name)
+    stored = reader.shape(name)
+    dtype = reader.dtype(name)
     if not dtype.is_floating_point:
         raise UserError(f"{reader.folder}: tensor {name} holds {str(dtype).removeprefix('torch.')}, not weights")
     if stored != shape:

@@ -32,7 +32,8 @@ AUX_FILES = (
 )
 FP8_CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
 UNQUANTIZED = "modules_to_not_convert"  # key in the quantization_config
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."  # of every tensor name in peft's files
 
 
@@ -158,7 +159,8 @@ def _split_by_bytes(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int)
     for name, tensor in tensors:
         if shard and size + tensor.nbytes > max_bytes:
             yield shard
-            shard, size = {}, 0
+            shard = {}
+            size = 0
         shard[name] = tensor.contiguous()
         size += tensor.nbytes
     if shard:
@@ -248,7 +250,8 @@ def write_peft(
     `tensors`: adapters by Hugging Face name; `model`: folder of the base weights; `family`: of the model;
     `expert_projections`: see `adapter_config`.
     """
-    own, incomplete = dict(tensors), incomplete_folder(folder)
+    own = dict(tensors)
+    incomplete = incomplete_folder(folder)
     begin_hf(folder)
     written = stack_adapters(own) if family.stacks_experts else own
     save_tensors(

@@ -26,7 +26,8 @@ def run_lock(folder: Path, wait_s: float = WAIT_S) -> Iterator[None]:
     """Hold the run folder's lock inside the context; wait up to `wait_s` seconds for another job to release it."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("a+") as file:
-        deadline_s, message = time.monotonic() + wait_s, ""
+        deadline_s = time.monotonic() + wait_s
+        message = ""
         while not _take(file):
             if not message:
                 file.seek(0)

@@ -69,7 +69,8 @@ def read_manifest(folder: Path) -> TrainState:
     hint = f"copy it again, or rename {folder.name} to resume from the one before"
     try:
         manifest = read_json(folder / MANIFEST)
-        state, sizes = TypeAdapter(TrainState).validate_python(manifest["state"]), dict(manifest["files"])
+        state = TypeAdapter(TrainState).validate_python(manifest["state"])
+        sizes = dict(manifest["files"])
     except (UserError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{folder / MANIFEST}: not a checkpoint manifest ({one_line(error)}): {hint}") from error
     for name, size in sizes.items():
@@ -167,9 +168,11 @@ def claim_run_folder(run_folder: Path, resolved: str) -> list[str]:
     Return a sentence for each changed setting. Delete rollouts of a run with other settings that never finished a step,
     and unfinished files of killed processes. Only one rank calls this, before other ranks write to the folder.
     """
-    file, sentences = run_folder / SETTINGS, list[str]()
+    file = run_folder / SETTINGS
+    sentences = list[str]()
     if file.exists():
-        old, new = read_yaml(file), parse_yaml(resolved, "settings")
+        old = read_yaml(file)
+        new = parse_yaml(resolved, "settings")
         if not all(change.allowed for change in settings_changes(old, new)):
             shutil.rmtree(run_folder / ROLLOUTS, ignore_errors=True)
         if (run_folder / METRICS).exists():

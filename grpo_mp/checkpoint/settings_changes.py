@@ -46,8 +46,10 @@ class Change:
 
 def settings_changes(old: Any, new: Any) -> list[Change]:
     """Return the differences between two nested dictionaries of settings; missing settings have default values."""
-    old_values, new_values = dict(_dotted(old)), dict(_dotted(new))
-    root, changes = SftSettings if "sft" in new else Settings, []
+    old_values = dict(_dotted(old))
+    new_values = dict(_dotted(new))
+    root = SftSettings if "sft" in new else Settings
+    changes = []
     for name in new_values | old_values:
         before, now = (values.get(name, default_value(name, root)) for values in (old_values, new_values))
         is_moved = MODELS.fullmatch(name) and os.path.realpath(str(before)) == os.path.realpath(str(now))

@@ -50,7 +50,8 @@ class ExpertPart:
         columns = range(start, stop) if axis == 1 else range(self.columns)
         if not rows or (self.columns and not columns):
             return torch.empty(len(rows), *([len(columns)] if self.columns else []), dtype=to)
-        expert, span = slice(self.expert, self.expert + 1), slice(rows.start, rows[-1] + 1)
+        expert = slice(self.expert, self.expert + 1)
+        span = slice(rows.start, rows[-1] + 1)
         if self.is_mxfp4:
             blocks = slice(columns.start // BLOCK, -(-columns.stop // BLOCK))
             names = (self.stored, self.stored.removesuffix(BLOCKS) + SCALES)

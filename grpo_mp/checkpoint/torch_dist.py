@@ -51,7 +51,8 @@ def slots_of(param: Param, config: Mapping[str, Any]) -> tuple[CheckpointSlot, .
     stacked, too. Fused parameters of gated delta nets have a slot for each part. `config`: the family's Megatron
     settings.
     """
-    key, stacked = param.name, []
+    key = param.name
+    stacked = []
     frequency = config.get("moe_layer_freq", 1)
     homogeneous = isinstance(frequency, int) and frequency <= 1 and "linear_attention_freq" not in config
     if param.layer is not None and homogeneous:
@@ -78,7 +79,8 @@ def write_part(folder: Path, tensors: Iterable[tuple[CheckpointSlot, Tensor]]) -
         data = tensor.view((1,) * len(offsets) + tuple(tensor.shape))
         sharded = ShardedTensor.from_rank_offsets(slot.key, data, *offsets)
         by_key[slot.key].append(CheckpointableShardedTensor.from_sh_ten(sharded))
-    planner, writer = DefaultSavePlanner(flatten_state_dict=False), _Writer(folder, sync_files=False)
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    writer = _Writer(folder, sync_files=False)
     planner.set_up_planner({key: LocalShardsContainer(chunks) for key, chunks in by_key.items()}, is_coordinator=True)
     writer.set_up_storage_writer(True)
     # The planner's own global plan would demand full tensors.
@@ -89,7 +91,8 @@ def write_part(folder: Path, tensors: Iterable[tuple[CheckpointSlot, Tensor]]) -
 
 def merge_parts(folder: Path, parts: Iterable[str]) -> None:
     """Merge parts, which are subfolders of `folder`, into one checkpoint by writing its metadata."""
-    merged, results = Metadata({}), []
+    merged = Metadata({})
+    results = []
     for part in parts:
         metadata = FileSystemReader(folder / part).read_metadata()
         for key, tensor in metadata.state_dict_metadata.items():
@@ -118,7 +121,8 @@ class TorchDistReader:
             raise UserError(
                 f"{folder} is neither a run's checkpoint nor a torch_dist checkpoint (.metadata is missing)"
             )
-        self.folder, self._config = folder, family_of(hf).config(hf)
+        self.folder = folder
+        self._config = family_of(hf).config(hf)
         metadata = FileSystemReader(folder).read_metadata()
         self._storage = metadata.storage_data
         self._tensors = {
@@ -142,10 +146,13 @@ class TorchDistReader:
         return unfuse(param, parts[0] if len(parts) == 1 else torch.cat(parts))
 
     def _read_slot(self, slot: CheckpointSlot) -> Tensor:
-        metadata, axes = self._metadata(slot), len(slot.stacked)
-        tensor, filled = torch.empty(tuple(metadata.size)[axes:], dtype=metadata.properties.dtype), 0
+        metadata = self._metadata(slot)
+        axes = len(slot.stacked)
+        tensor = torch.empty(tuple(metadata.size)[axes:], dtype=metadata.properties.dtype)
+        filled = 0
         for index in self._index(slot, metadata):
-            piece, offsets = self._read_chunk(index), index.offset or ()
+            piece = self._read_chunk(index)
+            offsets = index.offset or ()
             piece = piece.view(piece.shape[axes:])
             places = [slice(at, at + size) for at, size in zip(offsets[axes:], piece.shape, strict=True)]
             tensor[tuple(places)] = piece
@@ -174,7 +181,8 @@ class TorchDistReader:
         if slot.key not in self._tensors:
             raise UserError(f"{self.folder}: the tensor {slot.key} is missing: it is of another model")
         metadata = self._tensors[slot.key]
-        size, expected = tuple(metadata.size), (*(count for _, count in slot.stacked), *slot.shape)
+        size = tuple(metadata.size)
+        expected = (*(count for _, count in slot.stacked), *slot.shape)
         if size != expected and not (slot.padded and size[0] > expected[0] and size[1:] == expected[1:]):
             raise UserError(f"{self.folder}: {slot.key} has shape {list(size)}, config.json says {list(expected)}")
         return metadata

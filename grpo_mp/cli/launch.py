@@ -26,7 +26,8 @@ from grpo_mp.utils.parsers import (
 )
 from grpo_mp.utils.processes import begin_slow_imports
 
-SCRIPTS, CONFIGS = Path("launch"), Path("configs")  # in the root of the repository
+SCRIPTS = Path("launch")  # in the root of the repository
+CONFIGS = Path("configs")
 
 
 def start(module: str, parser: Callable[[], Parser], arguments: Sequence[str]) -> int:

@@ -17,7 +17,8 @@ from grpo_mp.utils.files import last_lines, read_json, write_atomically
 NO = 1  # exit status for "no"
 BAD_NODES = "bad_nodes"  # file of an attempt: names of the bad nodes, one per line
 SAVED_STEP = "saved_step"  # file of an attempt: the step of the checkpoint that it resumes from
-CHECK_LOG, TRAIN_LOG = "srun_check.log", "srun.log"  # files of an attempt: messages of srun
+CHECK_LOG = "srun_check.log"  # files of an attempt: messages of srun
+TRAIN_LOG = "srun.log"
 NUM_LAST_LINES = 15
 STEP_LOGGED = re.compile(r'"step": (\d+)[,.}]')
 TASK_ENDED = re.compile(r"error: (?P<node>\S+): tasks? (?P<rank>\d+)\S*: (?P<how>.+)")
@@ -88,7 +89,8 @@ def steps_left(run_folder: Path) -> int:
 
 def begin_attempt(attempt: Path, run_folder: Path, restarts: int) -> None:
     """Make the folder of an attempt; refuse after more than `restarts` attempts from the same checkpoint."""
-    step, job = saved_step(run_folder), attempt.name.split(".")[0]
+    step = saved_step(run_folder)
+    job = attempt.name.split(".")[0]
     same = [file for file in attempt.parent.glob(f"{job}.*/{SAVED_STEP}") if file.read_text() == str(step)]
     if len(same) > restarts:
         raise UserError(
@@ -153,7 +155,8 @@ def first_failure(attempt: Path) -> Failure:
 
     Of several errors the oldest counts, because srun ends the other ranks after the first failure.
     """
-    step, reported = read_step_log(attempt / TRAIN_LOG), reported_failures(attempt)
+    step = read_step_log(attempt / TRAIN_LOG)
+    reported = reported_failures(attempt)
     if stopped := [failure for failure in reported if failure.stopped]:
         return stopped[0]
     end = last_lines(attempt / TRAIN_LOG, NUM_LAST_LINES)
@@ -174,7 +177,8 @@ def reported_failures(attempt: Path) -> list[Failure]:
     failures = []
     for file in sorted(attempt.glob("rank_*.error.json"), key=lambda file: (file.stat().st_mtime, file)):
         values = read_json(file)
-        message, rank = values.get("message"), values.get("rank")
+        message = values.get("message")
+        rank = values.get("rank")
         if isinstance(message, dict) and "message" in message:
             end = () if rank is None else _end_of_log(attempt, rank)
             stopped = values.get("may_restart") is False

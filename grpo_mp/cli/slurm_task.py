@@ -20,7 +20,8 @@ from grpo_mp.utils.parsers import Parser
 def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return RANK, WORLD_SIZE and LOCAL_* of an srun task. All nodes must have equally many tasks."""
     try:
-        tasks, nodes = environment["SLURM_STEP_NUM_TASKS"], environment["SLURM_STEP_NUM_NODES"]
+        tasks = environment["SLURM_STEP_NUM_TASKS"]
+        nodes = environment["SLURM_STEP_NUM_NODES"]
         return {
             "RANK": environment["SLURM_PROCID"],
             "LOCAL_RANK": environment["SLURM_LOCALID"],

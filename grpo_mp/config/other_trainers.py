@@ -46,7 +46,8 @@ def _translations() -> Mapping[str, str]:
     exact = [(row, trainer) for row in rows for trainer in TRAINERS if NAMES_ONLY.fullmatch(row.get(trainer, ""))]
     rest = [(row, trainer) for row in rows for trainer in TRAINERS if trainer in row and (row, trainer) not in exact]
     for row, trainer in chain(exact, rest):
-        names, here = CODE.findall(row[trainer]), CODE.findall(row["here"]) or [row["here"]]
+        names = CODE.findall(row[trainer])
+        here = CODE.findall(row["here"]) or [row["here"]]
         matching = here if len(here) == len(names) else [" and ".join(here)] * len(names)
         for name, setting in zip(names, matching, strict=True):
             sentence = f"{trainer}'s {name} is {setting} here"

@@ -48,7 +48,8 @@ class Settings(TrainerSettings):
         return values | {"rollout": {"max_staleness": 1} | rollout} if isinstance(rollout, dict) else values
 
     def problems(self) -> Iterator[str]:
-        samples, updates = self.samples_per_step, self.training.updates_per_step
+        samples = self.samples_per_step
+        updates = self.training.updates_per_step
         if samples % updates:
             yield (
                 f"training.updates_per_step={updates} does not divide the {samples} samples of a step "
@@ -110,7 +111,8 @@ class Settings(TrainerSettings):
             )
 
     def _timeout_problems(self) -> Iterator[str]:
-        rollout, phase_s = self.rollout, self.monitor.phase_timeout_s
+        rollout = self.rollout
+        phase_s = self.monitor.phase_timeout_s
         limits = {
             "rollout.group_timeout_s": rollout.group_timeout_s,
             "reward.timeout_s": self.reward.timeout_s,
@@ -126,7 +128,8 @@ class Settings(TrainerSettings):
     @property
     def group_size_problem(self) -> str:
         """Return a sentence why the policy cannot learn from groups of this size, or an empty string."""
-        advantage, distillation = self.algorithm.advantage, self.algorithm.distillation
+        advantage = self.algorithm.advantage
+        distillation = self.algorithm.distillation
         compares = advantage.compares_groups and not advantage.estimator
         if self.rollout.group_size > 1 or not compares or (distillation and distillation.replaces_rewards):
             return ""
@@ -136,7 +139,8 @@ class Settings(TrainerSettings):
         )
 
     def _critic_problems(self) -> Iterator[str]:
-        baseline, of_critic = self.algorithm.advantage.baseline, self.algorithm.advantage.of_critic
+        baseline = self.algorithm.advantage.baseline
+        of_critic = self.algorithm.advantage.of_critic
         if self.critic and not of_critic:
             yield (
                 f"critic trains a value model, and algorithm.advantage.baseline={baseline} takes none: set algorithm: "
@@ -173,7 +177,8 @@ class Settings(TrainerSettings):
                     "algorithm.advantage.combine=normalize weighs terms alike in all sets: set combine=sum, or no "
                     f"data.train.{name}.reward"
                 )
-        rule, is_known = self.algorithm.filter, self.reward.correct_term is not None
+        rule = self.algorithm.filter
+        is_known = self.reward.correct_term is not None
         if self.algorithm.curriculum.window and not is_known:
             yield (
                 "algorithm.curriculum.window skips prompts that are answered right, and no reward term defines "
@@ -189,7 +194,8 @@ class Settings(TrainerSettings):
                 f"algorithm.filter.metric={rule.metric} drops groups that are all right or all wrong, and no reward "
                 "term defines correctness: set reward.correct to the term that does, or metric=reward"
             )
-        overlong, limit = self.reward.overlong, self.rollout.max_response_tokens
+        overlong = self.reward.overlong
+        limit = self.rollout.max_response_tokens
         if overlong.weight and (overlong.buffer_tokens or 0) >= limit:
             yield (
                 f"reward.overlong.buffer_tokens={overlong.buffer_tokens} is not below "
@@ -202,7 +208,8 @@ class Settings(TrainerSettings):
             yield "reward.steps gives no outcome reward: set algorithm=grpo_process, or reward.answer"
 
     def _served_model_problems(self) -> Iterator[str]:
-        distillation, rule = self.algorithm.distillation, self.algorithm.filter
+        distillation = self.algorithm.distillation
+        rule = self.algorithm.filter
         served = [f"reward.model.path={model.path}" for model in self.reward.own_models.values()]
         if distillation and distillation.teacher.folder:
             served.append(f"algorithm.distillation.teacher.path={distillation.teacher.path}")
@@ -231,7 +238,8 @@ class Settings(TrainerSettings):
             )
 
     def _schedule_problems(self) -> Iterator[str]:
-        ranks, staleness = self.engine.ranks, self.rollout.max_staleness
+        ranks = self.engine.ranks
+        staleness = self.rollout.max_staleness
         if self.shares_devices and ranks:
             yield (
                 f"engine.ranks={ranks} keeps ranks for engines alone, and schedule=colocated lets all of them "
@@ -252,7 +260,8 @@ class Settings(TrainerSettings):
             )
 
     def _ahead_problems(self) -> Iterator[str]:
-        ahead, least = self.rollout.tokens_ahead, self.engine.speculative.verified_tokens + 1
+        ahead = self.rollout.tokens_ahead
+        least = self.engine.speculative.verified_tokens + 1
         if ahead and not self.steps_ahead:
             staleness = 1 if self.shares_devices else 2
             yield (

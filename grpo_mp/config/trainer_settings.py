@@ -46,7 +46,8 @@ class TrainerSettings(Section):
                 "training.share_prompts does not work with context parallelism "
                 f"(layout.context={self.layout.context}): set share_prompts=false, or layout.context=1"
             )
-        lora, megatron = self.model.lora, self.training.megatron_args
+        lora = self.model.lora
+        megatron = self.training.megatron_args
         if lora and self.model.trains_mtp:
             yield (
                 "model.lora has no adapters for the multi-token-prediction layer, nor would peft load them: set "

@@ -76,7 +76,8 @@ class LearnedTokens:
         where = np.flatnonzero(self.learned)
         if not len(where):
             return None
-        first, end = int(where[0]), int(where[-1]) + 1
+        first = int(where[0])
+        end = int(where[-1]) + 1
         mask = self.learned[first:end]
         generated = () if mask.all() else tuple(mask.tolist())
         return Sample.from_tokens(number, self.tokens[:first], self.tokens[first:end], generated)
@@ -187,11 +188,13 @@ class ChatEncoder:
 
         Returns the tokens, and the number of each token's span, -1 outside of spans.
         """
-        parts, end = list[tuple[int, int, int]](), 0
+        parts = list[tuple[int, int, int]]()
+        end = 0
         for number, (start, stop) in enumerate(learned.spans):
             parts += [(-1, end, start), (number, start, stop)]
             end = stop
-        tokens, turns = list[int](), list[int]()
+        tokens = list[int]()
+        turns = list[int]()
         for turn, start, stop in (*parts, (-1, end, len(learned.text))):
             part = self.tokenizer(learned.text[start:stop], add_special_tokens=False)["input_ids"]
             tokens += part
@@ -203,7 +206,8 @@ class ChatEncoder:
 
         The stop token is the one that follows the turn; at the end of the chat it is appended.
         """
-        tokens, learned = list(tokens), turns >= 0
+        tokens = list(tokens)
+        learned = turns >= 0
         for turn in np.unique(turns[learned]).tolist() if self.loss_on != "all" else ():
             where = np.flatnonzero(turns == turn)
             if not self.stops.isdisjoint(tokens[i] for i in where):
@@ -221,9 +225,11 @@ class ChatEncoder:
 
 def _behind_prompts(renderer: ChatRenderer, messages: Sequence[Message], turns: Sequence[int]) -> LearnedText:
     """Return the spans of `turns`: from the end of a turn's generation prompt to the next message."""
-    text, spans = renderer.render(messages, asks=False), []
+    text = renderer.render(messages, asks=False)
+    spans = []
     for turn in turns:
-        prompt, upto = renderer.render(messages[:turn], asks=True), renderer.render(messages[: turn + 1], asks=False)
+        prompt = renderer.render(messages[:turn], asks=True)
+        upto = renderer.render(messages[: turn + 1], asks=False)
         for part in (prompt, upto):
             if not text.startswith(part):
                 raise _changed(turn, text, part, is_last=turn == len(messages) - 1)
@@ -289,7 +295,8 @@ class ChatReader:
         """Check rows, and measure their samples."""
         texts = [self._render(row) for row in rows]
         for row, text, tokens in zip(rows, texts, self._encode(texts), strict=True):
-            sample, size = tokens.sample(0), len(tokens.tokens)
+            sample = tokens.sample(0)
+            size = len(tokens.tokens)
             if self.sft.too_long == "refuse" and size > self.sft.max_tokens:
                 raise UserError(
                     f"{row.location}: {size} tokens, sft.max_tokens={self.sft.max_tokens}: raise it, or set "
@@ -362,9 +369,11 @@ def read_chat(row: Row, data: ChatDataConfig) -> Chat:
         if not prompt[-1]["content"].strip():
             raise UserError(f"{row.location}: column {data.prompt_column}: the prompt is empty")
     else:
-        messages, first = _messages(row, data.messages_column), 0
+        messages = _messages(row, data.messages_column)
+        first = 0
     if data.system_prompt and messages[0]["role"] != "system":
-        messages, first = [{"role": "system", "content": data.system_prompt}, *messages], first + 1
+        messages = [{"role": "system", "content": data.system_prompt}, *messages]
+        first = first + 1
     return Chat(tuple(messages), first, tools)
 
 

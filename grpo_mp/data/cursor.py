@@ -95,7 +95,8 @@ def _mixed_order(cursor: Cursor, shuffle: bool, mixture: Mixture) -> npt.NDArray
     Each set has its own permutation, of which successive epochs draw successive parts. If the parts do not divide the
     set, the last part wraps around; then the set gets a new permutation.
     """
-    parts, places = [], []
+    parts = []
+    places = []
     for number, share in enumerate(mixture):
         round_, part = divmod(cursor.epoch, ceil(share.size / share.count))
         generator = np.random.default_rng([cursor.seed % 2**64, round_, number])
@@ -133,7 +134,8 @@ class PromptQueue:
         if step_size != self._step_size:
             count = step_size - 1 if step_size else 0
             before = taken_before(cursor, self._size, count=count, shuffle=self._shuffle, mixture=self._mixture)
-            self._step_size, self._last = step_size, deque(before, maxlen=count)
+            self._step_size = step_size
+            self._last = deque(before, maxlen=count)
 
     def __len__(self) -> int:
         return len(self._draws)

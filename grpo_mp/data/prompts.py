@@ -39,7 +39,8 @@ def read_pass_rates(name: str) -> PassRates:
     """
     verdicts = defaultdict[str, list[float]](list)
     for row in read_rows(name):
-        prompt, verdict = row.columns.get("prompt"), row.columns.get("pass_rate", row.columns.get("is_correct"))
+        prompt = row.columns.get("prompt")
+        verdict = row.columns.get("pass_rate", row.columns.get("is_correct"))
         if verdict is None and "is_correct" in row.columns:
             continue
         if not isinstance(prompt, str) or not isinstance(verdict, bool | int | float) or not 0 <= verdict <= 1:
@@ -104,7 +105,8 @@ class PromptReader:
 
     def measure(self, rows: Sequence[Row]) -> Iterator[Measured]:
         """Check rows, and measure their prompts."""
-        texts, problems = list[str](), list[str]()
+        texts = list[str]()
+        problems = list[str]()
         for row in rows:
             messages = self.messages(row)
             problems.append(conversation_text(messages))
@@ -159,7 +161,8 @@ def load_train_prompts(reader: PromptReader) -> PromptSet:
     With several data sets, or if a set has weights of its own, the column `data_set` of its prompts holds the set's
     name.
     """
-    parts, too_easy_or_hard = dict[str, Part[Prompt]](), 0
+    parts = dict[str, Part[Prompt]]()
+    too_easy_or_hard = 0
     sets = reader.data.train
     for name, own in sets.items():
         columns = {DATA_SET: name} if len(sets) > 1 or own.reward is not None else {}

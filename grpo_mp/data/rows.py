@@ -61,7 +61,8 @@ def read_rows(name: str, source: str | None = None) -> Rows:
     Readers of jsonl and parquet take a file; the reader of datasets takes `name`, `name:split` or `name:config:split`,
     where name may be a folder; a user's own reader takes any text.
     """
-    path, source = Path(name), source or source_of(name)
+    path = Path(name)
+    source = source or source_of(name)
     if source in SOURCE_BY_SUFFIX.values():
         if not path.exists():
             raise UserError(f"{name}: no such file: set data.train or data.eval to an existing one")
@@ -90,14 +91,16 @@ class JsonLines(Sequence[Columns]):
     """Rows of a file of JSON lines, read on access; memory holds only the position of each row."""
 
     def __init__(self, name: str) -> None:
-        self._name, self._file = name, Path(name).open("rb")  # noqa: SIM115 - open as long as the rows are in use
+        self._name = name
+        self._file = Path(name).open("rb")  # noqa: SIM115 - open as long as the rows are in use
         self._ends = np.fromiter(accumulate(map(len, self._file)), dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self._ends)
 
     def __getitem__(self, index: Any) -> Any:
-        start, end = self._ends[index - 1] if index else 0, self._ends[index]
+        start = self._ends[index - 1] if index else 0
+        end = self._ends[index]
         line = os.pread(self._file.fileno(), int(end - start), int(start))  # no seek, because threads share the file
         return _parse_line(line, f"{self._name}, line {index + 1}")
 
@@ -141,7 +144,8 @@ def read_datasets(source: str) -> Sequence[Columns]:
     name, *rest = source.split(":")
     if len(rest) > 2 or not name.strip():
         raise UserError(f"{source!r}: write a .jsonl, .json or .parquet file, name:split or name:config:split")
-    config, split = rest[0] if len(rest) == 2 else None, (rest and rest[-1]) or "train"
+    config = rest[0] if len(rest) == 2 else None
+    split = (rest and rest[-1]) or "train"
     if not any((Path(name) / file).is_file() for file in ("dataset_dict.json", "dataset_info.json")):
         return datasets.load_dataset(name, config, split=split)
     loaded = datasets.load_from_disk(name)

@@ -112,8 +112,10 @@ def read_part(
     """Check and measure all rows, or the first `count`; keep those within the limit, which are never cut."""
     if not len(rows):
         raise UserError(f"{rows.name}: no rows: give a file with at least one row")
-    end, content = min(len(rows), count or len(rows)), xxhash.xxh3_128()
-    found, problems = list[tuple[int, int]](), list[int]()
+    end = min(len(rows), count or len(rows))
+    content = xxhash.xxh3_128()
+    found = list[tuple[int, int]]()
+    problems = list[int]()
     for start in range(0, end, ROWS_AT_ONCE):
         for row in measure([rows[number] for number in range(start, min(start + ROWS_AT_ONCE, end))]):
             found.append((row.tokens, row.learned))
@@ -158,8 +160,10 @@ def join_parts(
 
     setting: of the parts, for warnings; fate: of the rows that were left out.
     """
-    first, digest = 0, xxhash.xxh3_128()
-    joined, warnings = list[Part[Item]](), list[str]()
+    first = 0
+    digest = xxhash.xxh3_128()
+    joined = list[Part[Item]]()
+    warnings = list[str]()
     for name, part in parts.items():
         joined.append(replace(part, first=first))
         first += len(part)

@@ -21,7 +21,8 @@ from grpo_mp.utils.types import Message
 
 ROLES = ("system", "user", "assistant", "tool")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-NAME, KEY = "call7F3A", "key7F3A"  # of a test call, which shows the form that a template renders
+NAME = "call7F3A"  # of a test call, which shows the form that a template renders
+KEY = "key7F3A"
 
 
 def read_message(value: Mapping[str, Any], location: str) -> Message:
@@ -353,7 +354,8 @@ class ChatRenderer:
         text = encodable(text)
         left = self._added_tokens.sub("", text)
         while left != text:  # removal may join the texts around a token to another one, which a space replaces
-            left, text = self._added_tokens.sub(" ", left), left
+            text = left
+            left = self._added_tokens.sub(" ", text)
         return left
 
     @cached_property

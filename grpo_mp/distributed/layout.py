@@ -97,7 +97,8 @@ class ModelShape:
 def model_shape(hf: HfConfig) -> ModelShape:
     """Derive the model's dimensions from its family's Megatron config."""
     config = family_of(hf).config(hf)
-    mla, num_experts = config.get("multi_latent_attention", False), config.get("num_moe_experts") or 0
+    mla = config.get("multi_latent_attention", False)
+    num_experts = config.get("num_moe_experts") or 0
     qk_head_dim = config.get("kv_channels") or config["hidden_size"] // config["num_attention_heads"]
     if mla:
         qk_head_dim = config["qk_head_dim"] + config["qk_pos_emb_head_dim"]

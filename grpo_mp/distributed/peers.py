@@ -18,7 +18,8 @@ def watching_peers(group: dist.ProcessGroup) -> Iterator[Callable[[], None]]:
     A thread waits for a message that the next rank sends when its `with` body ends. Each rank watches one other rank;
     the launcher stops all ranks when one has failed.
     """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    size = dist.get_world_size(group)
     if size == 1:
         yield lambda: None
         return

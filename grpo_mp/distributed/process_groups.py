@@ -99,7 +99,8 @@ def join_job(timeout_s: float, engine_ranks: int = 0, name: str = "job") -> Job:
         own_store = dist.PrefixStore("train", store)
         dist.init_process_group(platform.backend(), store=own_store, rank=rank, world_size=train_ranks, timeout=timeout)
     else:
-        own_store, own_rank = dist.PrefixStore("engines", store), rank - train_ranks
+        own_store = dist.PrefixStore("engines", store)
+        own_rank = rank - train_ranks
         dist.init_process_group("gloo", store=own_store, rank=own_rank, world_size=engine_ranks, timeout=timeout)
     if engine_ranks:
         long = WAITED_PHASES * timeout
@@ -107,7 +108,8 @@ def join_job(timeout_s: float, engine_ranks: int = 0, name: str = "job") -> Job:
         if platform.backend() != "gloo":
             device_group = _join_group(platform.backend(), store, rank=rank, world_size=world_size, timeout=long)
     else:
-        group, default = dist.new_group(backend="gloo", timeout=timeout), dist.group.WORLD
+        group = dist.new_group(backend="gloo", timeout=timeout)
+        default = dist.group.WORLD
         assert default is not None  # init_process_group made it
         device_group = default
     # NCCL connects all ranks in the first collective; the weight sync's sends involve only some of them.
@@ -151,7 +153,8 @@ def make_parallel(job: Job, layout: LayoutConfig, seed: int) -> Parallel:
         create_gloo_process_groups=True,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     dp_size = data_parallel_size(layout, world_size)
     replica_groups = [
         dist.new_group(list(model_parallel_ranks(data, layout, world_size)), backend="gloo", timeout=timeout)

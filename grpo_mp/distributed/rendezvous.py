@@ -10,7 +10,8 @@ from grpo_mp import platform
 from grpo_mp.utils.errors import UserError
 
 # Number of collectives that torch's flight recorder keeps on each rank, for `grpo-mp doctor stuck`.
-RECORDER_VARIABLE, RECORDED_COLLECTIVES = "TORCH_FR_BUFFER_SIZE", 1000
+RECORDER_VARIABLE = "TORCH_FR_BUFFER_SIZE"
+RECORDED_COLLECTIVES = 1000
 LOOPBACK = "127.0.0.1"
 OWN_NETWORK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # used if all ranks are on this machine
 FAILURE = "ended"  # key in the store, set when a rank has failed

@@ -75,7 +75,8 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
 @torch.no_grad()
 def run_transformers(folder: Path, tokens: Tensor, dtype: torch.dtype) -> Activations:
     """Compute the activations for `tokens` [sequences, length] in transformers."""
-    model, recorder = transformers_model(folder, dtype).to(platform.device()), _Recorder()
+    model = transformers_model(folder, dtype).to(platform.device())
+    recorder = _Recorder()
     taps = {
         r"model\.embed_tokens": lambda layer, module: _after(module, recorder, EMBEDDING),
         r"model\.layers\.(\d+)\.post_attention_layernorm": lambda layer, module: _before(
@@ -95,7 +96,8 @@ def run_transformers(folder: Path, tokens: Tensor, dtype: torch.dtype) -> Activa
 @torch.no_grad()
 def run_policy(folder: Path, tokens: Tensor, dtype: str) -> Activations:
     """Compute the activations for `tokens` [sequences, length] in the policy's Megatron model, on one rank."""
-    recorder, vocab_size = _Recorder(), HfConfig.read(folder).int("vocab_size")
+    recorder = _Recorder()
+    vocab_size = HfConfig.read(folder).int("vocab_size")
     taps = {
         r"(?:.*\.)?embedding": lambda layer, module: _after(module, recorder, EMBEDDING),
         r"(?:.*\.)?decoder\.layers\.(\d+)\.pre_mlp_layernorm": lambda layer, module: _before(
@@ -114,7 +116,8 @@ def run_policy(folder: Path, tokens: Tensor, dtype: str) -> Activations:
 
 def run_engine(folder: Path, tokens: Tensor, dtype: str) -> Activations:
     """Compute the activations for `tokens` [sequences, length] in an SGLang server that dumps its modules' outputs."""
-    recorder, logprobs = _Recorder(), []
+    recorder = _Recorder()
+    logprobs = []
     layers = HfConfig.read(folder).int("num_hidden_layers")
     with tempfile.TemporaryDirectory() as scratch, _engine(folder, dtype, tokens.shape[1], Path(scratch)) as ask:
         for row in tokens.tolist():

@@ -30,16 +30,21 @@ CORE = {  # package -> module
     **{"torch": "torch", "megatron-core": "megatron.core", "sglang": "sglang", "transformers": "transformers"},
     "transformer-engine": "transformer_engine",
 }
-SHARED_MEMORY, ENOUGH_SHARED_BYTES = "/dev/shm", 2**30
+SHARED_MEMORY = "/dev/shm"
+ENOUGH_SHARED_BYTES = 2**30
 LEAST_GLIBC = (2, 34)  # of SGLang's wheels
-CACHES, ENOUGH_CACHE_BYTES = Path("~/.cache"), 2 * 2**30  # compiled kernels
+CACHES = Path("~/.cache")  # compiled kernels
+ENOUGH_CACHE_BYTES = 2 * 2**30
 INFINIBAND = Path("/sys/class/infiniband")
 PEER_MEMORY = Path("/sys/module/nvidia_peermem")  # module of the kernel by which network cards read GPU memory
 SLOW_SHARE = 0.9  # rate of a GPU / rate of the fastest of the machine
-MATRIX, MATRIX_REPEATS = 8192, 20  # size of the multiplied matrices
+MATRIX = 8192  # size of the multiplied matrices
+MATRIX_REPEATS = 20
 CPU_RANKS = 2  # ranks that exchange tensors on a machine without a GPU
-EXCHANGE_LIMIT_S, IMPORT_LIMIT_S = 180.0, 300.0
-CUDA_BYTES, CPU_BYTES = 2**28, 2**22  # size of the exchanged tensor
+EXCHANGE_LIMIT_S = 180.0
+IMPORT_LIMIT_S = 300.0
+CUDA_BYTES = 2**28  # size of the exchanged tensor
+CPU_BYTES = 2**22
 REPEATS = 5
 # Modules with compiled kernels that Megatron and SGLang load on a GPU -> advice if the import fails.
 KERNELS = {
@@ -124,7 +129,8 @@ def check_caches(folder: Path) -> Iterator[Finding]:
 
 def check_memory() -> Iterator[Finding]:
     """Yield how much host memory is free, and a warning if NCCL may have too little shared memory for its buffers."""
-    memory, free = psutil.virtual_memory(), psutil.disk_usage(SHARED_MEMORY).free
+    memory = psutil.virtual_memory()
+    free = psutil.disk_usage(SHARED_MEMORY).free
     if platform.on_cuda() and free < ENOUGH_SHARED_BYTES:
         sentence = f"{SHARED_MEMORY} has {free / 2**20:.0f} MiB free: NCCL may fail where GPUs do not reach each other"
         yield Finding(Level.WARNING, sentence, (), "enlarge it (docker run --shm-size=16g), or empty it")
@@ -168,7 +174,8 @@ def matrix_tflops(index: int) -> float:
 
 def check_kernels() -> Iterator[Finding]:
     """Import each package with kernels in its own process, since a broken package may crash; yield the results."""
-    absent, loaded = [], []
+    absent = []
+    loaded = []
     for module, advice in KERNELS.items():
         package = OWNERS.get(module, module.partition(".")[0])
         level = Level.ERROR if platform.on_cuda() and module in REQUIRED else Level.WARNING

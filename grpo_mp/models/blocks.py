@@ -43,7 +43,8 @@ def moe_config(hf: HfConfig, num_experts: int, width: int) -> dict[str, Any]:
 
 def embedding_and_head(hf: HfConfig) -> list[Rule]:
     """Map token embedding, final norm and output layer. The last stage holds a copy of a tied embedding."""
-    embedding, shape = "model.embed_tokens.weight", (hf.int("vocab_size"), hf.int("hidden_size"))
+    embedding = "model.embed_tokens.weight"
+    shape = (hf.int("vocab_size"), hf.int("hidden_size"))
     output = embedding if hf.tied else "lm_head.weight"
     return [
         Rule("embedding.word_embeddings.weight", (embedding,), (shape,), tp_dim=0, vocabulary=True),
@@ -107,12 +108,15 @@ def experts(
 ) -> list[Rule]:
     """Map the router, the norm before it, and `num_experts` routed experts of `width`."""
     hidden = hf.int("hidden_size")
-    norm, hf_norm = MCORE_LAYER + "pre_mlp_layernorm.weight", HF_LAYER + "post_attention_layernorm.weight"
-    mcore, block = MCORE_LAYER + "mlp.", HF_LAYER + names.moe_block
+    norm = MCORE_LAYER + "pre_mlp_layernorm.weight"
+    hf_norm = HF_LAYER + "post_attention_layernorm.weight"
+    mcore = MCORE_LAYER + "mlp."
+    block = HF_LAYER + names.moe_block
     expert = tuple(block + "experts.{expert}." + name for name in (names.gate, names.up, names.down))
     router = block + names.router
     in_layers: dict[str, Any] = {"layers": layers, "experts": num_experts}
-    gate_up, down = tuple(name + ".bias" for name in expert[:2]), (expert[2] + ".bias",)
+    gate_up = tuple(name + ".bias" for name in expert[:2])
+    down = (expert[2] + ".bias",)
     biases = [
         Rule(mcore + "router.bias", (router + ".bias",), ((num_experts,),), layers=layers),
         Rule(mcore + "experts.linear_fc1.bias{expert}", gate_up, ((width,), (width,)), tp_dim=0, **in_layers),

@@ -25,11 +25,13 @@ def mla_config(hf: HfConfig) -> dict[str, Any]:
 
 def mla_rules(hf: HfConfig, layers: Sequence[int]) -> list[Rule]:
     """Map the down and up projections with their norms, the output projection, and the input norm."""
-    hidden, heads = hf.int("hidden_size"), hf.int("num_attention_heads")
+    hidden = hf.int("hidden_size")
+    heads = hf.int("num_attention_heads")
     nope = hf.int("qk_nope_head_dim")
     rope = hf.int("qk_rope_head_dim")
     value = hf.int("v_head_dim")
-    rank, q_rows = hf.int("kv_lora_rank"), heads * (nope + rope)
+    rank = hf.int("kv_lora_rank")
+    q_rows = heads * (nope + rope)
     queries: list[tuple[str, str, Shape, int | None]] = [("linear_q_proj.weight", "q_proj.weight", (q_rows, hidden), 0)]
     if hf.get("q_lora_rank") is not None:
         q_rank = hf.int("q_lora_rank")
@@ -46,7 +48,8 @@ def mla_rules(hf: HfConfig, layers: Sequence[int]) -> list[Rule]:
         ("linear_proj.weight", "o_proj.weight", (hidden, heads * value), 1),
     ]
     norm = "input_layernorm.weight"
-    mcore, hf_attn = MCORE_LAYER + "self_attention.", HF_LAYER + "self_attn."
+    mcore = MCORE_LAYER + "self_attention."
+    hf_attn = HF_LAYER + "self_attn."
     return [
         Rule(MCORE_LAYER + norm, (HF_LAYER + norm,), ((hidden,),), layers=layers),
         *(
@@ -73,7 +76,8 @@ def _mla_rotary(hf: HfConfig) -> dict[str, Any]:
         if rope.get(key, supported) != supported:
             raise hf.error(f"{key}={rope[key]!r} of yarn is not supported: remove it")
     # transformers ignores mscale unless mscale_all_dim is set, and then uses 1.0.
-    mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    mscale = rope.get("mscale")
+    all_dim = rope.get("mscale_all_dim")
     if all_dim and not mscale:
         raise hf.error("yarn with mscale_all_dim but without mscale is not supported: set both")
     return {

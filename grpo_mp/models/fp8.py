@@ -33,7 +33,8 @@ def dequantize(weight: Tensor, scale_inv: Tensor, dtype: torch.dtype, start: tup
         return result
     columns = (torch.arange(weight.shape[1]) + start[1]) // BLOCK
     factors = scale_inv.float().index_select(1, columns)
-    first, last = start[0], start[0] + weight.shape[0]
+    first = start[0]
+    last = start[0] + weight.shape[0]
     for block in range(first // BLOCK, -(-last // BLOCK)):
         rows = slice(max(block * BLOCK - first, 0), (block + 1) * BLOCK - first)
         result[rows] = _float32(weight[rows]).mul_(factors[block])

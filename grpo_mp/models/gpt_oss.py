@@ -7,7 +7,8 @@ from grpo_mp.models.blocks import HF_LAYER, MCORE_LAYER, ExpertNames
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Rule
 
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING = "sliding_attention"
+FULL = "full_attention"
 QUICK_GELU = 1.702  # x * sigmoid(1.702 x), the only factor of Megatron's quick_gelu
 NAMES = ExpertNames(router="router", bias=True)
 
@@ -42,8 +43,10 @@ def config(hf: HfConfig) -> dict[str, Any]:
 def rules(hf: HfConfig) -> list[Rule]:
     """Return the mapping rules of GPT-OSS. Experts have the names of single matrices, which files hold stacked."""
     layers = range(hf.int("num_hidden_layers"))
-    heads, hidden = hf.int("num_attention_heads"), hf.int("hidden_size")
-    mcore, hf_attn = MCORE_LAYER + "self_attention.", HF_LAYER + "self_attn."
+    heads = hf.int("num_attention_heads")
+    hidden = hf.int("hidden_size")
+    mcore = MCORE_LAYER + "self_attention."
+    hf_attn = HF_LAYER + "self_attn."
     sinks = Rule(mcore + "core_attention.softmax_offset", (hf_attn + "sinks",), ((heads,),), tp_dim=0, layers=layers)
     return [
         *blocks.embedding_and_head(hf),

@@ -68,7 +68,8 @@ def _attention_factor(hf: HfConfig) -> float:
     """Return yarn's factor of queries and keys as transformers computes it; SGLang must compute the same."""
     rope = hf.rope
     logarithm = 0.1 * math.log(max(hf.rope_float("factor"), 1.0))
-    mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    mscale = rope.get("mscale")
+    all_dim = rope.get("mscale_all_dim")
     if bool(mscale) != bool(all_dim):
         raise hf.error("yarn with only one of mscale and mscale_all_dim is not supported: set both or none")
     computed = 1.0 + logarithm
@@ -124,9 +125,11 @@ def rules(
 
     `gate`: the rows of each query head are followed by those of its output gate.
     """
-    hidden, queries = hf.int("hidden_size"), hf.int("num_attention_heads") * hf.head_dim
+    hidden = hf.int("hidden_size")
+    queries = hf.int("num_attention_heads") * hf.head_dim
     input_norm = HF_LAYER + "input_layernorm.weight"
-    mcore, hf_attn = MCORE_LAYER + "self_attention.", HF_LAYER + "self_attn."
+    mcore = MCORE_LAYER + "self_attention."
+    hf_attn = HF_LAYER + "self_attn."
     return [
         _qkv(hf, layers, "weight", (hidden,), gate),
         *([_qkv(hf, layers, "bias", ())] if bias else []),
@@ -140,8 +143,10 @@ def rules(
 
 
 def _qkv(hf: HfConfig, layers: Sequence[int], kind: str, columns: Shape, gate: bool = False) -> Rule:
-    heads, size = hf.int("num_attention_heads"), hf.head_dim
-    queries, keys = heads * size * (1 + gate), hf.int("num_key_value_heads") * size
+    heads = hf.int("num_attention_heads")
+    size = hf.head_dim
+    queries = heads * size * (1 + gate)
+    keys = hf.int("num_key_value_heads") * size
     # A group has its queries, then their gates, then its key and its value.
     gated = (Section(0, 0, size, heads), Section(0, size, 2 * size, heads), Section(1, 0, keys), Section(2, 0, keys))
     return Rule(

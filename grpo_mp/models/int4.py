@@ -9,7 +9,9 @@ from torch import Tensor
 
 from grpo_mp.models.hf_config import INT4
 
-PACKED, SCALE, SHAPE = "_packed", "_scale", "_shape"  # suffixes of a weight's name that give the stored names
+PACKED = "_packed"  # suffixes of a weight's name that give the stored names
+SCALE = "_scale"
+SHAPE = "_shape"
 GROUP = 32  # columns with one scale
 IN_WORD = 8  # values in an int32
 

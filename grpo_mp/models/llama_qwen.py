@@ -57,7 +57,8 @@ def qwen3_moe_rules(hf: HfConfig) -> list[Rule]:
 
 def moe_layers(hf: HfConfig) -> tuple[int, ...]:
     """Return the layers with experts."""
-    step, dense = int(hf.get("decoder_sparse_step", 1)), set(hf.get("mlp_only_layers") or ())
+    step = int(hf.get("decoder_sparse_step", 1))
+    dense = set(hf.get("mlp_only_layers") or ())
     return tuple(
         layer for layer in range(hf.int("num_hidden_layers")) if layer not in dense and (layer + 1) % step == 0
     )

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from grpo_mp.models.mapping import Param, Section
 from grpo_mp.utils.errors import UserError, did_you_mean
 
-A, B = "lora_A", "lora_B"  # peft's names
+A = "lora_A"  # peft's names
+B = "lora_B"
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,8 @@ def _adapter(param: Param, part: int, module: str, rank: int) -> Adapter:
     plain = replace(param, sections=(), groups=0, load_group="")
 
     def of(kind: str, shape: tuple[int, int], divided: int) -> Param:
-        name, hf = f"{linear}.{kind}.{leaf}.{weight}", (f"{module}.{kind}.weight",)
+        name = f"{linear}.{kind}.{leaf}.{weight}"
+        hf = (f"{module}.{kind}.weight",)
         tp_dim = divided if param.tp_dim == divided else None
         sections = own if len(own) > 1 and divided == 0 else ()
         return replace(plain, name=name, hf=hf, shapes=(shape,), tp_dim=tp_dim, sections=sections)

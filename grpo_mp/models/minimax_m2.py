@@ -32,7 +32,8 @@ def config(hf: HfConfig) -> dict[str, Any]:
 
 def rules(hf: HfConfig) -> list[Rule]:
     """Return the mapping rules of MiniMax-M2. Each rank has the part of a norm's weight that belongs to its heads."""
-    layers, experts = range(hf.int("num_hidden_layers")), hf.int("num_local_experts")
+    layers = range(hf.int("num_hidden_layers"))
+    experts = hf.int("num_local_experts")
     heads = {"q": hf.int("num_attention_heads"), "k": hf.int("num_key_value_heads")}
     return [
         *blocks.embedding_and_head(hf),

@@ -34,7 +34,8 @@ def rules(hf: HfConfig) -> list[Rule]:
     """
     if not hf.trains_mtp:
         return []
-    hidden, layer = hf.int("hidden_size"), [hf.int("num_hidden_layers")]
+    hidden = hf.int("hidden_size")
+    layer = [hf.int("num_hidden_layers")]
     norms = {"enorm": "enorm", "hnorm": "hnorm", "final_layernorm": "shared_head.norm"}
     return [
         *(

@@ -8,7 +8,8 @@ from grpo_mp.models.blocks import HF_LAYER, MCORE_LAYER
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Rule, Section
 
-LINEAR, FULL = "linear_attention", "full_attention"
+LINEAR = "linear_attention"
+FULL = "full_attention"
 INTERVAL = 4  # without layer_types and full_attention_interval, every fourth layer has full attention
 
 
@@ -98,7 +99,8 @@ def _layers(hf: HfConfig, kind: str) -> list[int]:
 
 
 def _mlps(hf: HfConfig) -> list[Rule]:
-    hidden, decoder = hf.int("hidden_size"), range(hf.int("num_hidden_layers"))
+    hidden = hf.int("hidden_size")
+    decoder = range(hf.int("num_hidden_layers"))
     moe = (*llama_qwen.moe_layers(hf), *range(len(decoder), hf.policy_layers))
     dense = [layer for layer in decoder if layer not in moe]
     shared = HF_LAYER + "mlp.shared_expert"
@@ -112,9 +114,11 @@ def _mlps(hf: HfConfig) -> list[Rule]:
 
 def _attention(hf: HfConfig, projections: Any) -> list[Rule]:
     linear = _layers(hf, LINEAR)
-    hidden, window = hf.int("hidden_size"), hf.int("linear_conv_kernel_dim")
+    hidden = hf.int("hidden_size")
+    window = hf.int("linear_conv_kernel_dim")
     heads, keys, values = _sizes(hf)
-    mcore, hf_net = MCORE_LAYER + "self_attention.", HF_LAYER + "linear_attn."
+    mcore = MCORE_LAYER + "self_attention."
+    hf_net = HF_LAYER + "linear_attn."
     norm = HF_LAYER + "input_layernorm.weight"
     qkv = _in_turn(0, (keys, keys, values))
     return [
@@ -179,5 +183,6 @@ def _in_turn(tensor: int, sizes: Sequence[int], parts: int = 1) -> tuple[Section
 
 def _sizes(hf: HfConfig) -> tuple[int, int, int]:
     """Return the number of value heads, the rows of all key heads, and the rows of all value heads."""
-    heads, key_heads = hf.int("linear_num_value_heads"), hf.int("linear_num_key_heads")
+    heads = hf.int("linear_num_value_heads")
+    key_heads = hf.int("linear_num_key_heads")
     return heads, key_heads * hf.int("linear_key_head_dim"), heads * hf.int("linear_value_head_dim")

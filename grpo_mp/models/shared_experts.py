@@ -23,7 +23,8 @@ def layer_kinds(hf: HfConfig) -> list[int]:
 
     Raise an error if mlp_layer_types, which some classes of transformers read instead, names other layers.
     """
-    dense, layers = hf.int("first_k_dense_replace"), hf.int("num_hidden_layers")
+    dense = hf.int("first_k_dense_replace")
+    layers = hf.int("num_hidden_layers")
     listed = ["dense"] * dense + ["sparse"] * (layers - dense)
     if hf.get("mlp_layer_types", listed) not in (None, listed):
         raise hf.error(
@@ -47,7 +48,8 @@ def sigmoid_routing(hf: HfConfig) -> dict[str, Any]:
 
 def group_limit(hf: HfConfig) -> dict[str, Any]:
     """Return the settings of group-limited routing: experts are chosen from the `topk_group` best groups."""
-    num_groups, topk_group = hf.get("n_group") or 1, hf.get("topk_group") or 1
+    num_groups = hf.get("n_group") or 1
+    topk_group = hf.get("topk_group") or 1
     if num_groups == topk_group:
         return {}
     return {"moe_router_num_groups": num_groups, "moe_router_group_topk": topk_group}
@@ -55,7 +57,8 @@ def group_limit(hf: HfConfig) -> dict[str, Any]:
 
 def rules(hf: HfConfig) -> list[Rule]:
     """Return the mapping rules of the MLPs: dense, routed experts, shared experts."""
-    dense, moe = range(hf.int("first_k_dense_replace")), _moe_layers(hf)
+    dense = range(hf.int("first_k_dense_replace"))
+    moe = _moe_layers(hf)
     width = hf.int("moe_intermediate_size")
     return [
         *blocks.dense_mlp(hf, dense),

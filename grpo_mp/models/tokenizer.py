@@ -12,7 +12,8 @@ from grpo_mp.utils.reading import check_regular, read_json
 
 def read_tokenizer(folder: Path, hf: HfConfig, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a policy's folder; raise an error if it has more tokens than `vocab_size`."""
-    tokenizer, vocabulary = load_tokenizer(folder, trust_remote_code), hf.int("vocab_size")
+    tokenizer = load_tokenizer(folder, trust_remote_code)
+    vocabulary = hf.int("vocab_size")
     used = (number for token, number in tokenizer.get_vocab().items() if "reserved" not in token)
     tokens = max(used, default=-1) + 1
     if tokens > vocabulary:
@@ -25,7 +26,8 @@ def read_tokenizer(folder: Path, hf: HfConfig, trust_remote_code: bool = False) 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load a folder's tokenizer. Its Python code runs only if it is trusted and the folder has no tokenizer.json."""
-    file, own_class = folder / "tokenizer.json", _own_class(folder)
+    file = folder / "tokenizer.json"
+    own_class = _own_class(folder)
     tokenizer: PreTrainedTokenizerBase
     if file.is_file():
         check_regular(file)

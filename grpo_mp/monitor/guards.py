@@ -36,14 +36,16 @@ class MetricGuards:
         if len(seen) < guard.steps:
             return None
         # fmean raises for infinities of both signs, and for finite values whose sum overflows.
-        mean, over = sum(seen) / len(seen), f"in {guard.steps} step(s)" if guard.steps > 1 else f"({seen[-1]:.4g})"
+        mean = sum(seen) / len(seen)
+        over = f"in {guard.steps} step(s)" if guard.steps > 1 else f"({seen[-1]:.4g})"
         if math.isfinite(mean):
             self._best[name] = max(self._best.get(name, mean), mean)
         return _describe(guard, seen, self._best.get(name, mean) - mean, over)
 
 
 def _describe(guard: MetricGuard, seen: Sequence[float], drop: float, over: str) -> str | None:
-    low, high = guard.min, guard.max
+    low = guard.min
+    high = guard.max
     if low is not None and all(not value >= low for value in seen):  # NaN counts as outside
         return f"was below {low:g} {over}"
     if high is not None and all(not value <= high for value in seen):

@@ -115,7 +115,8 @@ def eval_line(step: int, scores: Scores) -> str:
     """Format an evaluation as one plain line."""
     texts = []
     for name, score in scores.items():
-        samples, numbers = score.samples, list[str]()
+        samples = score.samples
+        numbers = list[str]()
         if score.accuracy is not None:
             numbers.append(f"{score.accuracy:.1%} right" + (f" (avg@{samples})" if samples > 1 else ""))
         for kind, by_k in (("pass", score.pass_at), ("maj", score.maj_at)):

@@ -61,7 +61,8 @@ class Condition:
         means = [mean(earlier[end - self.steps : end]) for end in range(self.steps, len(earlier) + 1)]
         if not means:
             return None
-        least, largest = min(means), max(means)
+        least = min(means)
+        largest = max(means)
         rises = (
             (self.rises_to is None or min(recent) > self.rises_to * least)
             and (self.rises_by is None or min(recent) > least + self.rises_by)
@@ -133,7 +134,8 @@ class RuleWatch:
 
     def step(self, line: MetricLine) -> list[Finding]:
         """Add the metrics of a step; return the findings that occur for the first time, heaviest first."""
-        step, new = int(line.get("step") or 0), []
+        step = int(line.get("step") or 0)
+        new = []
         for name, value in line.items():
             self._values.setdefault(name, deque(maxlen=MEMORY)).append(math.nan if value is None else float(value))
         for name in line:

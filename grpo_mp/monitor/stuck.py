@@ -63,7 +63,8 @@ def ask_ranks(run_folder: Path, limit_s: float) -> tuple[dict[int, RankDump], di
         if not (values := read_json(file)):
             continue  # the rank has ended meanwhile
         started = RankProcess(**values)
-        process, dump = find_process(started), read_dump(run_folder, rank)
+        process = find_process(started)
+        dump = read_dump(run_folder, rank)
         if started.host != socket.gethostname():
             least_s[rank] = asked_s - RECENT_S
             silent[rank] = f"runs on {started.host}: give the same command there, then here again"

@@ -45,7 +45,8 @@ class Timeline:
         process = {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
         lane = {"ph": "M", "name": "thread_name", "pid": rank, "tid": 0, "args": {"name": "policy"}}
         write_atomically(path, "[\n" + _join_events([*earlier, process, lane]))
-        self._path, self._file = path, path.open("a", encoding="utf-8")
+        self._path = path
+        self._file = path.open("a", encoding="utf-8")
 
     def now_ns(self) -> int:
         """Return nanoseconds since the epoch; the values never decrease within this process."""
@@ -65,7 +66,8 @@ class Timeline:
 
     def take(self) -> tuple[Span, ...]:
         """Return the spans that have ended since the last call."""
-        spans, self._spans = tuple(self._spans), []
+        spans = tuple(self._spans)
+        self._spans = []
         return spans
 
     def close(self) -> None:
@@ -174,7 +176,8 @@ def summarize(spans: Iterable[Span], start_ns: int, end_ns: int) -> StepSummary:
 
 def covered_ns(intervals: Iterable[tuple[int, int]]) -> int:
     """Return the length of the union of (start, end) intervals."""
-    total, reached = 0, 0
+    total = 0
+    reached = 0
     for start, end in sorted(intervals):
         total += max(0, end - max(start, reached))
         reached = max(reached, end)

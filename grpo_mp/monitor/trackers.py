@@ -44,7 +44,8 @@ class WandbLogger(_WandbLike):
     ) -> None:
         import wandb
 
-        self._module, number = wandb, _run_id(run_folder / "wandb_run_id", first_step)
+        self._module = wandb
+        number = _run_id(run_folder / "wandb_run_id", first_step)
         init = {"id": number, "name": run_folder.name, "dir": run_folder, "resume": "allow"} | init
         # The command line and the repository's address may hold passwords.
         private = wandb.Settings(console="off", disable_git=True, disable_code=True, x_disable_meta=True)
@@ -88,7 +89,8 @@ class MlflowLogger(Logger):
     ) -> None:
         import mlflow
 
-        self._client, self._metric = mlflow.MlflowClient(tracking_uri), mlflow.entities.Metric
+        self._client = mlflow.MlflowClient(tracking_uri)
+        self._metric = mlflow.entities.Metric
         file = run_folder / "mlflow_run_id"
         if not (first_step and file.exists()):
             found = self._client.get_experiment_by_name(experiment)

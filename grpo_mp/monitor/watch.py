@@ -99,7 +99,8 @@ def sparkline(values: Sequence[float], bars: int = NUM_BARS) -> str:
     finite = [list(filter(math.isfinite, stretch)) for stretch in stretches]
     means = [fmean(stretch) if stretch else None for stretch in finite]
     numbers = [mean for mean in means if mean is not None]
-    low, high = min(numbers, default=0.0), max(numbers, default=0.0)
+    low = min(numbers, default=0.0)
+    high = max(numbers, default=0.0)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(" " if mean is None else BARS[round((mean - low) * scale)] for mean in means)
 

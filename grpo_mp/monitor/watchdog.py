@@ -74,7 +74,8 @@ class Watchdog:
 
     def close(self) -> None:
         with self._changed:
-            self._closed, self._deadlines = True, []
+            self._closed = True
+            self._deadlines = []
             self._rearm()
         self._thread.join()
 

@@ -38,7 +38,8 @@ class Pipeline:
 
     def __init__(self, settings: PipelineSettings, jobs: Sequence[StageJob]) -> None:
         """Check the jobs; refuse changed settings of a job that has begun."""
-        self.settings, self.jobs = settings, jobs
+        self.settings = settings
+        self.jobs = jobs
         self._file = settings.folder / RECORDS
         self.records = read_records(self._file) if self._file.exists() else {}
         check_jobs([job for job in jobs if self.state(job) != "done"], settings.folder)

@@ -47,7 +47,8 @@ class StageJob:
 
 def make_jobs(settings: PipelineSettings, file: Path) -> list[StageJob]:
     """Return the jobs of a pipeline in order of execution. `file`: settings file, for relative paths and messages."""
-    jobs, former = list[StageJob](), dict[str, StageJob]()
+    jobs = list[StageJob]()
+    former = dict[str, StageJob]()
 
     def evaluate(name: str, model: Path, changes: Mapping[str, Any]) -> StageJob:
         assert settings.evaluation
@@ -61,7 +62,8 @@ def make_jobs(settings: PipelineSettings, file: Path) -> list[StageJob]:
     if settings.base and settings.evaluation:
         jobs.append(evaluate(BASE, settings.base, {}))
     for name, stage in settings.stages.items():
-        where, folder = f"{file}: stages.{name}", settings.folder / name
+        where = f"{file}: stages.{name}"
+        folder = settings.folder / name
         found = _resolve(dict(stage.settings), former, where)
         if "run.folder" in found:
             raise UserError(f"{where}: run.folder is the stage's, {folder}: leave it out")
@@ -85,7 +87,8 @@ def _resolve(value: Any, former: Mapping[str, StageJob], where: str) -> Any:
     match = REFERENCE.match(value) if isinstance(value, str) else None
     if not match:
         return value
-    name, rest = match[1], value[match.end() :]
+    name = match[1]
+    rest = value[match.end() :]
     if name not in former:
         raise UserError(f"{where} takes {value}, and no stage before it is {name}{did_you_mean(name, former)}")
     job = former[name]

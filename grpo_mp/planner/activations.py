@@ -85,7 +85,8 @@ def layer_bytes(job: PlannedJob, layer: int) -> LayerBytes:
     up outputs and their weighted product: as received, sorted by expert, as expert output, and unsorted for the
     combine. Gradients of the experts and gradients of the rest never exist at the same time.
     """
-    model, layout = job.model, job.settings.layout
+    model = job.model
+    layout = job.settings.layout
     gathered = model.hidden_size if layout.tensor > 1 else 0
     # The first term: four tensors of the sequence shard around the two norms.
     dense = 4 * model.hidden_size / layout.tensor + gathered + _attention_elements(job, layer)
@@ -131,7 +132,8 @@ def _attention_elements(job: PlannedJob, layer: int) -> float:
 def _microbatches_in_flight(job: PlannedJob, stage: int) -> float:
     """Return the micro-batches whose activations a stage holds at once under Megatron's (interleaved) 1F1B schedule."""
     layout = job.settings.layout
-    stages_left, virtual = layout.pipeline - stage, layout.virtual_pipeline
+    stages_left = layout.pipeline - stage
+    virtual = layout.virtual_pipeline
     if virtual:
         in_flight = (2 * (stages_left - 1) + (virtual - 1) * layout.pipeline + 1) / virtual
         return min(in_flight, job.packing.microbatches)

@@ -53,7 +53,8 @@ def engine_memory(job: PlannedJob) -> EngineMemory:
     weights = engine_weight_bytes(job)
     draft_weights = draft_weight_bytes(job)
     fraction = read_argument(args, "mem_fraction_static", OVERHEADS.mem_fraction_static)
-    caches, model = max(0.0, fraction * job.cluster.gpu_bytes - weights - draft_weights), job.model
+    caches = max(0.0, fraction * job.cluster.gpu_bytes - weights - draft_weights)
+    model = job.model
     # Per GPU. A latent cache is replicated on every GPU of a replica.
     kv_heads = max(1, model.num_kv_heads / job.engine_parallelism.attention_tensor)
     elements = model.mla_cache_dim or 2 * kv_heads * model.qk_head_dim
@@ -213,7 +214,8 @@ def served_memory(job: PlannedJob) -> dict[str, tuple[float, float]]:
 
     While a model sleeps, its weights are on the host. The cache is the part of mem_fraction_static that weights leave.
     """
-    distillation, model = job.settings.algorithm.distillation, job.settings.reward.model
+    distillation = job.settings.algorithm.distillation
+    model = job.settings.reward.model
     models = {"reward model": model, "teacher": distillation.teacher if distillation else None}
     sizes = {}
     for name, served in models.items():

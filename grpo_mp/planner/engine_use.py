@@ -44,9 +44,11 @@ def simulate_rollout(responses: Sequence[int], slots: int) -> Rollout:
     `responses`: lengths [tokens], started in a fixed random order. `slots`: largest number of concurrent sequences; a
     finished response frees its slot for the next one.
     """
-    order, ends = list(responses), [0] * min(slots, len(responses))
+    order = list(responses)
+    ends = [0] * min(slots, len(responses))
     Random(0).shuffle(order)
-    starts, finished = [], []
+    starts = []
+    finished = []
     for length in order:
         start = heapq.heappop(ends)
         starts.append(start)
@@ -90,7 +92,8 @@ def generation_use(job: PlannedJob, engine: EngineMemory) -> ResourceUse:
     model = job.model
     parallelism = job.engine_parallelism
     config = job.settings.engine.speculative
-    samples, accepted = samples_per_engine(job), accepted_tokens(job)
+    samples = samples_per_engine(job)
+    accepted = accepted_tokens(job)
     # Each decode step reads and writes the states of linear attention.
     state_traffic = 2 * state_bytes(job) * samples * job.mean_response_tokens / accepted / parallelism.replicas
     responses = job.responses(samples)
@@ -197,11 +200,13 @@ def sync_use(job: PlannedJob) -> ResourceUse:
     A GPU loads full tensors, but only its own experts or slices of experts. What is sent to a node is divided over its
     GPUs. All ranks take part in every round, so `OVERHEADS.sync_unevenness` scales link bytes to the busiest rank.
     """
-    engine, per_node = job.engine_parallelism, min(job.gpus_per_node, job.world_size)
+    engine = job.engine_parallelism
+    per_node = min(job.gpus_per_node, job.world_size)
     expert = 1 if engine.moves_experts else engine.expert
     loaded = received = tensors = 0.0
     for rule in engine_rules(job, with_draft=job.hf.trains_mtp and job.settings.engine.speculative.drafts_by_mtp):
-        layers, experts = len(rule.layers or (0,)), max(1, rule.experts // expert)
+        layers = len(rule.layers or (0,))
+        experts = max(1, rule.experts // expert)
         size = layers * rule_parameters(rule, 1, expert, 1).total * bytes_per_element(job, rule)
         divided = engine.expert_tensor if rule.experts else 1
         loaded += size / divided
@@ -209,7 +214,8 @@ def sync_use(job: PlannedJob) -> ResourceUse:
         tensors += layers * experts * len(rule.shapes) * (1 + is_quantized(job, rule))
 
     rounds = ceil(max(loaded, received) / sync_round_bytes(job))
-    shared, moves = job.settings.shares_devices, job.world_size > 1
+    shared = job.settings.shares_devices
+    moves = job.world_size > 1
     requests = SYNC_REQUESTS + rounds + (1 if shared else PAUSE_REQUESTS)
     latency_s = requests * OVERHEADS.engine_request_s + shared * OVERHEADS.engine_memory_s
     latency_s += ROUND_COLLECTIVES * rounds * OVERHEADS.host_collective_s + tensors * OVERHEADS.sync_tensor_s
@@ -228,7 +234,8 @@ def sync_use(job: PlannedJob) -> ResourceUse:
 
 def sync_round_bytes(job: PlannedJob) -> float:
     """Return the bytes of a sync round: the share of the bucket, or the largest request that an engine loads."""
-    model, row = job.model, job.model.hidden_size * job.per_parameter.weights
+    model = job.model
+    row = job.model.hidden_size * job.per_parameter.weights
     # The engine gets an expert's slice within a tensor of the full expert's size, from which its loader cuts it.
     expert = model.moe_ffn_hidden_size * row if job.engine_parallelism.expert_tensor > 1 else 0
     # An engine loads each of these tensors in one request.
@@ -238,7 +245,8 @@ def sync_round_bytes(job: PlannedJob) -> float:
 
 def check_lengths(job: PlannedJob) -> list[int]:
     """Return the lengths [tokens] of the sequences that the check after a sync scores."""
-    prompts, longest = [(0,) * max(2, job.prompt_tokens)] * MAX_TEXTS, job.settings.rollout.max_sequence_tokens
+    prompts = [(0,) * max(2, job.prompt_tokens)] * MAX_TEXTS
+    longest = job.settings.rollout.max_sequence_tokens
     return list(map(len, comparison_sequences(prompts, longest)))
 
 
@@ -250,7 +258,8 @@ def check_use(job: PlannedJob, engine: EngineMemory) -> ResourceUse:
     lengths = check_lengths(job)
     shared = job.settings.shares_devices
     layout = job.settings.layout
-    tokens, idle_replicas = sum(lengths), max(1.0, job.engine_parallelism.replicas / len(lengths))
+    tokens = sum(lengths)
+    idle_replicas = max(1.0, job.engine_parallelism.replicas / len(lengths))
     by_policy = tokens / layout.tensor / layout.context
     by_policy *= forward_flops_per_token(job.model, job.hf, job.prompt_tokens)
     latency_s = 2 * job.model.num_layers * OVERHEADS.eager_layer_s + CHECK_COLLECTIVES * OVERHEADS.host_collective_s

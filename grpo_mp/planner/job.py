@@ -56,7 +56,8 @@ def pack_update(
     responses: tuple[int, ...], prompt_tokens: int, samples_per_prompt: int, rule: PackingRule
 ) -> PackingEstimate:
     """Plan the micro-batches of one update. `samples_per_prompt`: that share one packed prompt; 0: not shared."""
-    tokens, prompts = [prompt_tokens + response for response in responses], list[SamplePrompt]()
+    tokens = [prompt_tokens + response for response in responses]
+    prompts = list[SamplePrompt]()
     if samples_per_prompt:  # every prompt gets short and long responses
         num_prompts = -(-len(responses) // samples_per_prompt)
         prompts = [SamplePrompt(sample % num_prompts, prompt_tokens) for sample in range(len(responses))]
@@ -78,7 +79,8 @@ def response_lengths(samples: int, mean: float, limit: int) -> tuple[int, ...]:
     def responses(median: float) -> list[float]:
         return [min(float(limit), max(1.0, median * factor)) for factor in factors]
 
-    low, high = 0.0, limit / factors[0]  # at the highest median all lengths equal the limit
+    low = 0.0  # at the highest median all lengths equal the limit
+    high = limit / factors[0]
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if fmean(responses(middle)) < mean else (low, middle)
@@ -193,12 +195,14 @@ class PlannedJob:
     def critic(self) -> "PlannedJob":
         """Return the critic as a job of its own, with its own model, settings and layout."""
         assert self.settings.critic
-        own, hf = self.settings.for_critic(), self.hf
+        own = self.settings.for_critic()
+        hf = self.hf
         if self.settings.critic.path:
             hf, _ = find_config(own.model.path, None, "critic.path", "give a folder with its config.json")
             hf = replace(hf, family=own.model.family)
         hf = critic_config(hf)
-        model, megatron = model_shape(hf), own.training.megatron_args
+        model = model_shape(hf)
+        megatron = own.training.megatron_args
         own = own.model_copy(update={"layout": critic_layout(own.layout, model)})
         check_layout(own.layout, model, self.train_ranks, sets_pipeline_layout(megatron), setting="critic: layout")
         stage_layers = layers_of_stages(model.num_layers, own.layout, megatron)
@@ -260,7 +264,8 @@ class PlannedJob:
     @property
     def microbatch_tokens(self) -> int:
         """Return the size of the largest micro-batch [tokens]; one sequence may exceed max_tokens_per_microbatch."""
-        training, longest = self.settings.training, self.settings.rollout.max_sequence_tokens
+        training = self.settings.training
+        longest = self.settings.rollout.max_sequence_tokens
         update_tokens = self.settings.samples_per_step // training.updates_per_step * longest
         return min(max(training.max_tokens_per_microbatch, longest), update_tokens)
 
@@ -271,7 +276,8 @@ class PlannedJob:
     @property
     def packing(self) -> PackingEstimate:
         """Pack an update's micro-batches as the trainer does, with lognormal response lengths of the assumed mean."""
-        training, rollout = self.settings.training, self.settings.rollout
+        training = self.settings.training
+        rollout = self.settings.rollout
         responses = self.responses(max(1, self.settings.samples_per_step // training.updates_per_step))
         rule = packing_rule(self.settings.layout, training, self.dp_size, self.model.hidden_size)
         return pack_update(responses, self.prompt_tokens, rollout.group_size * training.share_prompts, rule)
@@ -303,7 +309,8 @@ def make_job(
         mean_tokens = max(1.0, (mean_tokens or max(2, settings.sft.max_tokens) / 2) - 1)
         settings = settings.as_trainer_of_rl()
     gpus_per_node = gpus_per_node or cluster.gpus_per_node
-    world_size, layout = nodes * gpus_per_node, settings.layout
+    world_size = nodes * gpus_per_node
+    layout = settings.layout
     hf = replace(hf, family=settings.model.family, trains_mtp=settings.model.trains_mtp)
     megatron = settings.training.megatron_args
     model = model_shape(hf)
@@ -312,7 +319,8 @@ def make_job(
     if settings.training.fp8_format:
         check_fp8_products(family_of(hf).rules(hf), layout.tensor, layout.expert_tensor)
     stage_layers = with_mtp_layer(layers_of_stages(model.num_layers, layout, megatron), hf)
-    counts, lora = local_parameter_counts(hf, layout, stage_layers), settings.model.lora
+    counts = local_parameter_counts(hf, layout, stage_layers)
+    lora = settings.model.lora
     trained = counts
     if lora:
         sizes = (layout.tensor, layout.expert, layout.expert_tensor)

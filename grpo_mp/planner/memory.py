@@ -146,7 +146,8 @@ def _present(occupants: Iterator[Occupant], resident: Residency) -> dict[str, fl
 
 def _trainer_occupants(job: PlannedJob, stage: int) -> Iterator[Occupant]:
     for prefix, model in job.models.items():
-        trained, per_parameter = model.policy_trained_counts[stage], model.per_parameter
+        trained = model.policy_trained_counts[stage]
+        per_parameter = model.per_parameter
         state = model.sharded_parameters(trained) * per_parameter.optimizer
         yield Occupant(f"{prefix}weights", "policy_weights", model.weight_bytes[stage])
         yield Occupant(f"{prefix}gradients", "gradients", trained.total * per_parameter.gradients)
@@ -194,7 +195,8 @@ def engine_device_memory(job: PlannedJob, engine: EngineMemory) -> dict[SubPhase
 
 def communicator_bytes(job: PlannedJob) -> tuple[float, float]:
     """Return the bytes of the trainer's NCCL communicators on one device: in use, and suspended during generation."""
-    layout, suspended = job.settings.layout, 0.0
+    layout = job.settings.layout
+    suspended = 0.0
     # A rank that only trains has one more communicator, of all ranks of the job, for the weight sync.
     in_use = 0.0 if job.settings.shares_devices else OVERHEADS.communicator
     for group in communicators(layout, job.train_ranks, bool(job.model.num_experts), job.hf.tied or job.hf.trains_mtp):
@@ -213,7 +215,8 @@ def _temporary_memory(job: PlannedJob, stage: int, sub_phase: SubPhase) -> dict[
     per_parameter = job.per_parameter
     if sub_phase is SubPhase.LOGPROB:
         swapped = min(_largest_tensor(job.model, job.settings.layout.tensor), job.policy_trained_counts[stage].total)
-        layer, head = forward_bytes(job, stage), logits_bytes(job, stage, backward=False)
+        layer = forward_bytes(job, stage)
+        head = logits_bytes(job, stage, backward=False)
         passes = {
             "activations": max(0.0, layer - head),  # activations of the layers are free when the head runs
             "logits": head,
@@ -260,7 +263,8 @@ def host_memory(job: PlannedJob, engine: EngineMemory) -> dict[SubPhase, BytesBy
 
     A node's ranks may be of several pipeline stages, or host engines.
     """
-    nodes, hosts = set(), engine_host_ranks(engine_placements(job.settings.engine, job.world_size, job.gpus_per_node))
+    nodes = set()
+    hosts = engine_host_ranks(engine_placements(job.settings.engine, job.world_size, job.gpus_per_node))
     for start in range(0, job.world_size, job.gpus_per_node):
         ranks = range(start, start + job.gpus_per_node)
         nodes.add((tuple(_stage_of(job, rank) for rank in ranks), len(set(ranks).intersection(hosts))))
@@ -308,7 +312,8 @@ def _rank_host_memory(job: PlannedJob, sub_phase: SubPhase, stage: int, engine: 
     }
     has_begun = sub_phase not in BEFORE_TRAINING
     for prefix, model in job.models.items():
-        per_parameter, sharded = model.per_parameter, model.sharded_parameters(model.policy_trained_counts[stage])
+        per_parameter = model.per_parameter
+        sharded = model.sharded_parameters(model.policy_trained_counts[stage])
         copies = per_parameter.host_copies / per_parameter.weights
         # The pinned host buffer stays while the optimizer is on the device.
         pinned = per_parameter.optimizer * (has_begun and job.offloads and job.optimizer_offload == "step")
@@ -330,7 +335,8 @@ def _exports(run: RunConfig) -> bool:
 
 def _export_host_bytes(job: PlannedJob) -> float:
     weights = job.per_parameter.weights
-    tensor, folder = _largest_tensor(job.model, 1) * weights, job.parameters * weights
+    tensor = _largest_tensor(job.model, 1) * weights
+    folder = job.parameters * weights
     stacks = stacked_expert_bytes(job)
     # A shard holds the stacked gate and up weights of a layer while the stacks of the next layer are filled.
     tensor = max(tensor, 2 / 3 * stacks)

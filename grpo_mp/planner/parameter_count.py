@@ -56,7 +56,8 @@ def _even_chunks(num_layers: int, layout: LayoutConfig, first: int | None, last:
     """
     virtual = layout.virtual_pipeline or 1
     given = {stage: count for stage, count in ((0, first), (layout.pipeline - 1, last)) if count is not None}
-    rest, middle = num_layers - sum(given.values()), layout.pipeline - len(given)
+    rest = num_layers - sum(given.values())
+    middle = layout.pipeline - len(given)
     if (middle and rest % middle) or (not middle and rest):
         fields = [name for name, count in ((FIRST_STAGE_LAYERS, first), (LAST_STAGE_LAYERS, last)) if count]
         raise UserError(
@@ -105,7 +106,8 @@ def local_parameter_counts(
 
     The parallel sizes must divide the model's dimensions. `rules`: mapping rules to count; None: those of the policy.
     """
-    counts, last = [ZERO] * len(stage_layers), len(stage_layers) - 1
+    counts = [ZERO] * len(stage_layers)
+    last = len(stage_layers) - 1
     for rule in rules or family_of(hf).rules(hf):
         if rule.keep_float32 or rule.applies_to_no_layer:
             continue  # buffers are no parameters
@@ -125,7 +127,8 @@ def critic_parameter_counts(
     hf: HfConfig, layout: LayoutConfig, stage_layers: StageLayers
 ) -> tuple[ParameterCount, ...]:
     """Return the critic's parameters on one rank of each stage. `hf`, `stage_layers`: of the policy."""
-    critic, layers = critic_config(hf), hf.int("num_hidden_layers")
+    critic = critic_config(hf)
+    layers = hf.int("num_hidden_layers")
     decoder = tuple(tuple(layer for layer in of_stage if layer < layers) for of_stage in stage_layers)
     return local_parameter_counts(critic, layout, decoder, critic_rules(critic))
 

@@ -116,7 +116,8 @@ def _save_use(job: PlannedJob, uses: Mapping[SubPhase, ResourceUse]) -> Resource
     if job.trains_only:
         return weights + rest  # the next update waits for the whole save
     if job.saves_weights_beside:
-        weights, rest = ResourceUse(), weights + rest
+        rest = weights + rest
+        weights = ResourceUse()
     # Waiting for engines also hides a save, but then generation sets the step time, so it is not counted.
     beside = BESIDE_A_SAVE if job.settings.shares_devices else (SubPhase.LOGPROB,)
     hidden_s = sum(sum(estimate_time(uses[phase], job.cluster).values()) for phase in beside if phase in uses)
@@ -176,7 +177,8 @@ class Feasibility:
 
 def check_fits(plan: Plan) -> Feasibility:
     """Compare the memory peaks of a plan with the memory of its machines."""
-    job, memory = plan.job, plan.memory
+    job = plan.job
+    memory = plan.memory
     per_stage = job.train_ranks // len(memory.device)
     places = {f"rank {stage * per_stage} (pipeline stage {stage})": sizes for stage, sizes in enumerate(memory.device)}
     places |= {f"rank {job.train_ranks} (an engine)": memory.engine_device} if memory.engine_device else {}
@@ -186,7 +188,8 @@ def check_fits(plan: Plan) -> Feasibility:
 
 def _kv_cache_problem(plan: Plan) -> str:
     """Describe why a replica's KV cache cannot hold one sequence of the maximum length; return "" if it can."""
-    job, engine = plan.job, plan.memory.engine
+    job = plan.job
+    engine = plan.memory.engine
     tokens = engine.kv_cache_tokens // job.engine_parallelism.replicas
     if job.trains_only or tokens >= job.settings.max_request_tokens:
         return ""

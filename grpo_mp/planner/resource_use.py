@@ -156,7 +156,8 @@ def _passes_of_an_epoch(job: PlannedJob, products: ResourceUse) -> ResourceUse:
     it also gathers the inputs of tensor-parallel layers again, and attention computes its scores again. Full
     recomputation repeats the forward pass, but sends nothing between stages. `products`: FLOPs of one forward pass.
     """
-    recomputes, tokens = job.settings.training.recompute == "full", _computed_tokens(job) / job.train_ranks
+    recomputes = job.settings.training.recompute == "full"
+    tokens = _computed_tokens(job) / job.train_ranks
     use = _traffic_use(job) + _traffic_use(job, gathers=1.5, ring=2.0)
     if recomputes:
         use += _traffic_use(job, between_stages=0.0)
@@ -183,7 +184,8 @@ def optimizer_use(job: PlannedJob, stage: int) -> ResourceUse:
 
 def _updates_use(job: PlannedJob, count: ParameterCount) -> ResourceUse:
     """Return the resource use of the updates of one model. `count`: parameters that the rank trains."""
-    layout, per_parameter = job.settings.layout, job.per_parameter
+    layout = job.settings.layout
+    per_parameter = job.per_parameter
     model_bytes = per_parameter.gradients + per_parameter.weights
     dense = count.dense * model_bytes * (1 - 1 / job.dense_shards)
     expert = count.expert * model_bytes * (1 - 1 / job.expert_shards)
@@ -231,8 +233,10 @@ def _traffic_use(job: PlannedJob, gathers: float = 1.0, ring: float = 1.0, betwe
     model = job.model
     per_node = job.gpus_per_node
     tokens = _computed_tokens(job) / job.dp_size / layout.context
-    num_layers, num_moe_layers = model.num_layers / layout.pipeline, model.num_moe_layers / layout.pipeline
-    token_bytes, sequence_shard = model.hidden_size * ACTIVATION_BYTES, tokens / layout.tensor
+    num_layers = model.num_layers / layout.pipeline
+    num_moe_layers = model.num_moe_layers / layout.pipeline
+    token_bytes = model.hidden_size * ACTIVATION_BYTES
+    sequence_shard = tokens / layout.tensor
     heads = model.num_heads if model.mla_cache_dim else model.num_kv_heads
     kv_bytes = heads * (model.qk_head_dim + model.v_head_dim) / layout.tensor * ACTIVATION_BYTES
 

@@ -89,7 +89,8 @@ def _step_notes(plan: Plan) -> list[str]:
 
 
 def _assumptions(plan: Plan) -> list[str]:
-    job, engine = plan.job, plan.memory.engine
+    job = plan.job
+    engine = plan.memory.engine
     shares = ", ".join(f"{name} {share:.0%}" for name, share in asdict(job.cluster.achievable).items())
     notes = [
         f"micro-batches of an update on a rank: {job.packing.microbatches}; the busiest rank computes "

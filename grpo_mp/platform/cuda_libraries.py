@@ -115,7 +115,8 @@ def check_engine_libraries(environment: Mapping[str, str]) -> None:
 
 def check_compiler(environment: Mapping[str, str], system: Path = SYSTEM_TOOLKIT) -> None:
     """Check that a CUDA source can be compiled and linked, by what an engine's processes find in `environment`."""
-    home, version = toolkit_folder(environment, system), str(torch.version.cuda).partition(".")[0]
+    home = toolkit_folder(environment, system)
+    version = str(torch.version.cuda).partition(".")[0]
     if home is None:
         raise UserError(
             "no CUDA toolkit was found, and engines compile kernels when they start: install CUDA 13's toolkit and set "

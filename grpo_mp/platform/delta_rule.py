@@ -20,7 +20,8 @@ def delta_rule(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, str
     `query`, `key`: [n, L, HV, K]; `value`: [n, L, HV, V]; `log_decay`, `strength`: [n, L, HV]. Equation 10, written for
     chunks: what the tokens of a chunk write solves one triangular system, and states pass from chunk to chunk.
     """
-    length, width = value.shape[1], value.shape[-1]
+    length = value.shape[1]
+    width = value.shape[-1]
     count = -(-length // CHUNK)
     size = -(-length // count)
 
@@ -28,7 +29,9 @@ def delta_rule(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, str
         padded = F.pad(x.float(), (0, 0, 0, 0, 0, count * size - length))
         return padded.unflatten(1, (count, size)).permute(1, 0, 3, 2, 4)
 
-    queries, keys, values = chunks(query * query.shape[-1] ** -0.5), chunks(key), chunks(value)
+    queries = chunks(query * query.shape[-1] ** -0.5)
+    keys = chunks(key)
+    values = chunks(value)
     strengths = chunks(strength[..., None])
     decays = chunks(log_decay[..., None]).cumsum(-2)
     last = decays[..., -1:, :]
@@ -37,7 +40,8 @@ def delta_rule(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, str
     inputs = torch.cat([values, keys * decays.exp()], -1) * strengths
     solved = torch.linalg.solve_triangular(system, inputs, upper=False, unitriangular=True)
     attended = queries @ keys.mT * between
-    state, outputs = values.new_zeros(*keys.shape[1:3], keys.shape[-1], width), []
+    state = values.new_zeros(*keys.shape[1:3], keys.shape[-1], width)
+    outputs = []
     for i in range(count):
         written = solved[i, ..., :width] - solved[i, ..., width:] @ state
         outputs.append((queries[i] * decays[i].exp()) @ state + attended[i] @ written)

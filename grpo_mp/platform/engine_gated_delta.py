@@ -32,7 +32,8 @@ def causal_conv1d_fn_cpu(
     bounds = query_start_loc.tolist()
     window = weight.shape[1] - 1
     for request, slot in enumerate(requests["cache_indices"].tolist()):
-        start, stop = bounds[request], bounds[request + 1]
+        start = bounds[request]
+        stop = bounds[request + 1]
         continues = requests["has_initial_state"][request]
         before = conv_states[slot] if continues else torch.zeros_like(conv_states[slot])
         inputs = torch.cat([before.to(x.dtype), x[:, start:stop]], 1)
@@ -88,7 +89,8 @@ def chunk_gated_delta_rule_cpu(
     """
     bounds = requests["cu_seqlens"]
     lengths, order = bounds.diff().sort(descending=True)
-    starts, slots = bounds[:-1][order], requests["initial_state_indices"][order]
+    starts = bounds[:-1][order]
+    slots = requests["initial_state_indices"][order]
     counts = [int((lengths > position).sum()) for position in range(int(lengths[0]))]
     tokens = torch.cat([starts[:count] + position for position, count in enumerate(counts)])
     heads = (unit_heads(x[0].float(), v.shape[2]) for x in (q, k))
@@ -105,7 +107,8 @@ def fused_sigmoid_gating_delta_rule_update_cpu(*, q: Tensor, k: Tensor, v: Tenso
     """Return the outputs [1, B, HV, V] of one new token of each request. q, k [1, B, HK, K], v [1, B, HV, V]."""
     log_decay, strength = fused_gdn_gating_cpu(*(others[name] for name in ("A_log", "a", "b", "dt_bias")))
     query, key = (unit_heads(x[0].float(), v.shape[2]) for x in (q, k))
-    states, slots = others["initial_state_source"], others["initial_state_indices"]
+    states = others["initial_state_source"]
+    slots = others["initial_state_indices"]
     state = states[slots]
     output = _advance(state, query, key, value=v[0], log_decay=log_decay[0], strength=strength[0])
     states[slots] = state
@@ -151,7 +154,8 @@ def fused_qkvzba_split_reshape_cat_contiguous_cpu(
     qkvz: Tensor, ba: Tensor, key_heads: int, value_heads: int, key_dim: int, value_dim: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Split the input projections of Qwen3.5 into qkv [T, D], gates z [T, HV, V], b [T, HV] and a [T, HV]."""
-    keys, values = key_heads * key_dim, value_heads * value_dim
+    keys = key_heads * key_dim
+    values = value_heads * value_dim
     qkv, z = qkvz.split([2 * keys + values, values], dim=-1)
     b, a = ba.chunk(2, dim=-1)
     return qkv.contiguous(), z.unflatten(-1, (value_heads, value_dim)), b.contiguous(), a.contiguous()

@@ -70,7 +70,8 @@ def routed_experts(original: Original, layer: Any, x: Tensor, topk_output: Any, 
     `topk_output`: weights [T, K] and ids [T, K] of each token's experts, -1 for experts on other ranks; `layer`: has
     the weights [E, 2 I, H] and [E, H, I] of E local experts.
     """
-    up, down = layer.w13_weight, layer.w2_weight
+    up = layer.w13_weight
+    down = layer.w2_weight
     if not _supports(layer, config, x):
         result: Tensor = original(layer, x, topk_output, config)
         return result
@@ -110,7 +111,8 @@ def rotary(
     ):
         result: tuple[Tensor, Tensor] = original(embedding, positions, query, key, *args, **kwargs)
         return result
-    size, tokens = embedding.head_size, len(positions)
+    size = embedding.head_size
+    tokens = len(positions)
     heads = torch.cat((query.view(tokens, -1, size), key.view(tokens, -1, size)), 1)
     cos, sin = cache.index_select(0, positions)[:, None].chunk(2, dim=-1)
     first, second = heads.chunk(2, dim=-1)

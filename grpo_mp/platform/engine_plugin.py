@@ -81,7 +81,8 @@ def _murmur_hash32(original: Callable[..., Any], *inputs: torch.Tensor) -> torch
 
     `inputs`: seeds [R], positions [R] and vocabulary columns [V].
     """
-    mask, seed = 0xFFFFFFFF, inputs[0].to(torch.int64)[:, None]
+    mask = 0xFFFFFFFF
+    seed = inputs[0].to(torch.int64)[:, None]
     blocks = (seed & mask, (seed >> 32) & mask, inputs[1].to(torch.int64)[:, None], inputs[2].to(torch.int64)[None])
     hashed = torch.zeros_like(seed)
     for block in blocks:

@@ -95,7 +95,8 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
     def get_code(self, fullname: str) -> CodeType | None:
         # PYTHONDONTWRITEBYTECODE forbids files beside the sources; this cache lies elsewhere.
-        forbidden, sys.dont_write_bytecode = sys.dont_write_bytecode, False
+        forbidden = sys.dont_write_bytecode
+        sys.dont_write_bytecode = False
         try:
             return super().get_code(fullname)
         finally:
@@ -121,7 +122,8 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 class _Finder(importlib.abc.MetaPathFinder):
     def __init__(self, patches: Mapping[str, Patch], packages: Sequence[str]) -> None:
-        self.patches, self.packages = patches, packages
+        self.patches = patches
+        self.packages = packages
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

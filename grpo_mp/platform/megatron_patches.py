@@ -30,7 +30,8 @@ def _te_modules(te: Any) -> None:
     te.TENorm = te_layers.Norm
     te.TELinear = te_layers.DuplicatedLinear
     te.TEDotProductAttention = Attention
-    te.TEColumnParallelLinear, te.TERowParallelLinear = ColumnParallelLinear, RowParallelLinear
+    te.TEColumnParallelLinear = ColumnParallelLinear
+    te.TERowParallelLinear = RowParallelLinear
     te.TELayerNormColumnParallelLinear = te_layers.LayerNormColumnParallelLinear
     te.TEColumnParallelGroupedLinear = te_layers.ColumnParallelGroupedLinear
     te.TERowParallelGroupedLinear = te_layers.RowParallelGroupedLinear
@@ -56,7 +57,8 @@ def _te_names(module: Any) -> None:
     from megatron.core.extensions import transformer_engine as te
 
     module.TENorm = module.LayerNormImpl = te.TENorm
-    module.TELinear, module.TEColumnParallelLinear = te.TELinear, te.TEColumnParallelLinear
+    module.TELinear = te.TELinear
+    module.TEColumnParallelLinear = te.TEColumnParallelLinear
 
 
 def _layer_specs(specs: Any) -> None:
@@ -117,7 +119,8 @@ class FusedAdam(torch.optim.Optimizer):
 
 def _fused_adam(optimizer: Any) -> None:
     # Megatron treats FusedAdam as apex's Adam, which also has one step count per param group.
-    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
+    optimizer.Adam = FusedAdam
+    optimizer.USING_PYTORCH_OPTIMIZER = False
     optimizer.HAVE_APEX_OR_TE = optimizer.USING_APEX_OPTIMIZER = True
 
 

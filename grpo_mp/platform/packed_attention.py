@@ -77,7 +77,8 @@ def plan_packing(lengths: tuple[int, ...], cp: int = 1, rank: int = 0, prefixes:
 
 
 def _cell_index(buckets: list[list[int]], lengths: tuple[int, ...], cp: int, ranks: Iterable[int]) -> CellIndex:
-    first_cell, cells = [0] * len(lengths), 0
+    first_cell = [0] * len(lengths)
+    cells = 0
     for bucket in buckets:
         longest = lengths[bucket[0]]
         for i in bucket:
@@ -131,7 +132,8 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, packing: Packing
     # torch's flash kernel for CPUs requires equal head sizes, so values are padded with zeros.
     value = F.pad(value, (0, key.size(-1) - value_dim)) if value_dim < key.size(-1) else value
     q = _ToCells.apply(query, packing.queries)
-    k, v = _ToCells.apply(key, packing.keys), _ToCells.apply(value, packing.keys)
+    k = _ToCells.apply(key, packing.keys)
+    v = _ToCells.apply(value, packing.keys)
     sizes = [n * length for n, length, _ in packing.buckets]
     key_sizes = [n * (length + prefix) for n, length, prefix in packing.buckets]
     parts = zip(packing.buckets, q.split(sizes), k.split(key_sizes), v.split(key_sizes), strict=True)

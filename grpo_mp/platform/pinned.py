@@ -24,7 +24,8 @@ def aligned_bytes(tensor: torch.Tensor) -> int:
 
 def carve(buffer: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return consecutive views of a flat byte buffer, with the shapes and dtypes of the tensors in `like`."""
-    tensors, start = [], 0
+    tensors = []
+    start = 0
     for tensor in like:
         tensors.append(buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
         start += aligned_bytes(tensor)

@@ -110,7 +110,8 @@ class GroupedLinear(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.returns_bias = kwargs["skip_bias_add"]
-        self.num_gemms, self.groups = num_gemms, pg_collection
+        self.num_gemms = num_gemms
+        self.groups = pg_collection
         shape = [output_size, input_size]
         shape[self.partition_dim] //= get_pg_size(pg_collection.expt_tp)
         for i in range(num_gemms):
@@ -137,7 +138,8 @@ class GroupedLinear(torch.nn.Module):
         """
         # An expert without tokens gets gradient 0 instead of None. Overlapped gradient reduction waits for every
         # parameter, so a missing gradient would hang the run.
-        weights, biases = self._of_experts("weight"), self._of_experts("bias")
+        weights = self._of_experts("weight")
+        biases = self._of_experts("bias")
         if self.returns_bias or not biases:
             return grouped_matmul(x, splits, weights), biases or None
         groups = zip(x.split(list(splits)), weights, biases, strict=True)

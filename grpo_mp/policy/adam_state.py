@@ -127,7 +127,8 @@ class HostState:
     """Pinned host memory for the state of one TransformerEngine Adam, and the step that updates it on the device."""
 
     def __init__(self, adam: Any, piece_bytes: int) -> None:
-        self._adam, self._step_on_device = adam, adam.step
+        self._adam = adam
+        self._step_on_device = adam.step
         _allocate_state(adam)
         self._pieces = _pieces(adam, piece_bytes)
         for part in (part for piece in self._pieces for part in piece.slices):

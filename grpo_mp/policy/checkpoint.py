@@ -73,7 +73,8 @@ def on_all_ranks(work: Callable[[], Value], folder: Path, group: dist.ProcessGro
 
     An OSError on one rank raises DiskError on every rank; any other exception raises RuntimeError on the other ranks.
     """
-    value, error = None, None
+    value = None
+    error = None
     try:
         value = work()
     except Exception as caught:  # noqa: BLE001 - the others wait for this rank; it is raised below
@@ -109,7 +110,8 @@ def load_policy(policy: TrainedModel, folder: Path) -> None:
     """Load weights, optimizer state and learning-rate schedule, saved in any layout."""
     common = read_common(folder)
     read_chunks(local_weight_chunks(policy, policy.trained_tensors), folder)
-    saved, expected = common["main_weights"], _main_weight_format(policy)
+    saved = common["main_weights"]
+    expected = _main_weight_format(policy)
     if saved != expected:
         raise UserError(
             f"{folder}: the checkpoint holds main weights as {saved}, training.megatron_args asks for {expected}: set "
@@ -178,7 +180,8 @@ def weight_chunks(policy: TrainedModel, tensors: Mapping[str, Tensor]) -> Iterat
     pieces = {name: _piece(part, model_param) for part, model_param, name in _optimized(policy)}
     coords = policy.parallel.coords
     for name, tensor in tensors.items():
-        param, flat = policy.params[name], tensor.detach().view(-1)
+        param = policy.params[name]
+        flat = tensor.detach().view(-1)
         if name in pieces:
             start, stop = pieces[name]
             yield from _chunks(policy, param, WEIGHT, flat[start:stop], start, stop)
@@ -208,7 +211,8 @@ def _piece(part: MegatronOptimizer, model_param: torch.nn.Parameter) -> tuple[in
 def _chunks(
     policy: TrainedModel, param: Param, kept: str, flat: Tensor, start: int, stop: int
 ) -> Iterator[TensorChunk]:
-    layout, coords = policy.parallel.layout, policy.parallel.coords
+    layout = policy.parallel.layout
+    coords = policy.parallel.coords
     tp_rank = coords.tensor if param.expert is None else coords.expert_tensor
     for chunk in chunks_of(param, tp_size(param, layout), part=tensor_part(param, coords), start=start, stop=stop):
         yield TensorChunk(

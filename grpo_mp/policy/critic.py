@@ -77,7 +77,8 @@ def check_critic(own: TrainerSettings, policy: HfConfig, world_size: int) -> Non
             f"critic.path={hf.path}: its vocab_size is {hf.int('vocab_size')}, the policy's "
             f"{policy.int('vocab_size')}: take a critic of the policy's vocabulary, or leave critic.path out"
         )
-    shape, uneven = model_shape(hf), sets_pipeline_layout(own.training.megatron_args)
+    shape = model_shape(hf)
+    uneven = sets_pipeline_layout(own.training.megatron_args)
     layout = critic_layout(own.layout, shape)
     check_layout(layout, shape, world_size=world_size, uneven_pipeline=uneven, setting="critic: layout")
     check_gated_delta_nets(shape, layout.context)

@@ -113,7 +113,8 @@ def _labels(batch: MicroBatch) -> Tensor:
 @torch.no_grad()
 def sequence_logits(model: torch.nn.Module, tokens: Tensor) -> Tensor:
     """Return the logits [T, V] of one sequence `tokens` [T], as a CPU tensor. The model must be unsharded."""
-    device, length = platform.device(), len(tokens)
+    device = platform.device()
+    length = len(tokens)
     positions = torch.arange(length, device=device)
     output: Tensor = model(
         tokens.to(device)[None], positions[None], None, packed_seq_params=packed_sequences((length,), device)

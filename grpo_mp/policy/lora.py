@@ -52,7 +52,8 @@ class Factors:
         """
         if len(self.param.hf) == 1:
             return tensors[0]
-        rank, by_part = tensors[0].shape[1], dict(zip((one.part for one in self.adapters), tensors, strict=True))
+        rank = tensors[0].shape[1]
+        by_part = dict(zip((one.part for one in self.adapters), tensors, strict=True))
         blocks = []
         before = 0
         width = rank * len(tensors)
@@ -77,7 +78,8 @@ class MergedWeights(Mapping[str, Tensor]):
         lora: LoraConfig,
     ) -> None:
         """`tensors`: this rank's tensors, adapters included; `params`: parameters of the model without adapters."""
-        self._tensors, self._scale = tensors, lora.scale
+        self._tensors = tensors
+        self._scale = lora.scale
         self._factors = {
             name: Factors(
                 params[name], adapters_of(params[name], lora.rank, lora.targets), tp_size(params[name], layout)
@@ -87,7 +89,8 @@ class MergedWeights(Mapping[str, Tensor]):
         }
 
     def __getitem__(self, name: str) -> Tensor:
-        weight, factors = self._tensors[name].detach(), self._factors[name]
+        weight = self._tensors[name].detach()
+        factors = self._factors[name]
         if not factors.adapters:
             return weight
         a = factors.a([self._tensors[one.a.name].detach().float() for one in factors.adapters])
@@ -133,7 +136,8 @@ def initialize(
     for name, param in adapters.items():
         if name not in tensors:
             continue
-        tensor, (shape,) = tensors[name], param.shapes
+        tensor = tensors[name]
+        (shape,) = param.shapes
         is_expert = param.expert is not None
         tensor.tensor_model_parallel = is_expert or param.tp_dim is not None  # type: ignore[attr-defined]
         tensor.shared = is_expert and param.tp_dim is None and coords.expert_tensor > 0  # type: ignore[attr-defined]
@@ -200,7 +204,8 @@ class _AddDense:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
         """Return the layer's output [s, ..., out] plus the adapters' output for the input [s', ..., in]."""
-        (weight, factors), (x, *_) = next(iter(self.factors.items())), args
+        (weight, factors) = next(iter(self.factors.items()))
+        (x, *_) = args
         if hasattr(module, NORM):
             norm = getattr(module, NORM) + self.config.layernorm_zero_centered_gamma
             x = functional.rms_norm(x, x.shape[-1:], norm, self.config.layernorm_epsilon)
@@ -212,7 +217,8 @@ class _AddDense:
                 gather_from_sequence_parallel_region if is_column else reduce_scatter_to_sequence_parallel_region
             )
             hidden = move(hidden, group=group)
-        b, (own, *bias) = factors.b(_tensors(module, B, weight, factors)), output
+        b = factors.b(_tensors(module, B, weight, factors))
+        (own, *bias) = output
         added = torch.addmm(own.flatten(0, -2), hidden.flatten(0, -2), b.t(), alpha=self.scale)
         return (added.view_as(own), *bias)
 

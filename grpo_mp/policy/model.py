@@ -122,7 +122,8 @@ def _build_chunk(
     vp_stage: int | None,
     model_class: type[PolicyModel],
 ) -> PolicyModel:
-    tp_size, family = config.tensor_model_parallel_size, family_of(hf)
+    tp_size = config.tensor_model_parallel_size
+    family = family_of(hf)
     if config.experimental_attention_variant:
         spec = linear_attention_spec(config, vp_stage)
     else:

@@ -110,5 +110,6 @@ class MtpLoss:
 
     def take_sums(self) -> Tensor:
         """Return `sums` on the CPU and reset them to zero."""
-        sums, self.sums = self.sums.cpu(), torch.zeros(3, dtype=torch.float64)
+        sums = self.sums.cpu()
+        self.sums = torch.zeros(3, dtype=torch.float64)
         return sums

@@ -48,7 +48,8 @@ def device_items(*models: TrainedModel) -> dict[str, float]:
         ),
     }
     allocated = torch.cuda.memory_allocated()
-    reserved, rest = torch.cuda.memory_reserved(), allocated - sum(items.values())
+    reserved = torch.cuda.memory_reserved()
+    rest = allocated - sum(items.values())
     return items | {
         "activations and buffers": max(0.0, rest),
         "kept by the allocator": float(reserved - allocated),
@@ -88,7 +89,8 @@ class PolicyOffloader:
     """
 
     def __init__(self, policy: TrainedModel, limit_s: float, communicators: NcclMemory | None = None) -> None:
-        self._policy, self._limit_s = policy, limit_s
+        self._policy = policy
+        self._limit_s = limit_s
         self._parts = {"policy_weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}
         if communicators:
             self._parts["communicators"] = communicators.move

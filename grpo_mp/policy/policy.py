@@ -43,7 +43,8 @@ class Policy(TrainedModel):
         `load_weights=False` sets all but frozen weights to zero, for a checkpoint to be loaded later.
         """
         hf = settings.model.read_config()
-        self.lora, self._seed = settings.model.lora, settings.run.seed
+        self.lora = settings.model.lora
+        self._seed = settings.run.seed
         self.base_params = family_of(hf).params(hf)
         adapters = adapter_params(self.base_params, self.lora.rank, self.lora.targets) if self.lora else {}
 

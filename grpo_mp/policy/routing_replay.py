@@ -54,7 +54,8 @@ class LayerReplay:
             self.recomputed.append(target)
         if target is None:
             return values, chosen
-        rows, experts = target[0], target[1].to(chosen.dtype)
+        rows = target[0]
+        experts = target[1].to(chosen.dtype)
         own = chosen[rows]
         found = (experts[:, :, None] == own[:, None, :]).any(2)
         if self.is_training and not is_recomputed:
@@ -86,7 +87,8 @@ class RoutingReplay:
 
     def begin_forward(self, chunk: nn.Module, batch: MicroBatch) -> None:
         """Set the micro-batch's experts as the targets of the chunk's routers; without experts the routers choose."""
-        routed, device = batch.routed_experts, platform.device()
+        routed = batch.routed_experts
+        device = platform.device()
         for replay in self._by_chunk[id(chunk)]:
             replay.target = None
         if routed is not None:
@@ -108,7 +110,8 @@ class RoutingReplay:
 
     def take_recorded(self) -> list[RoutedExperts]:
         """Stop recording; return the recorded experts of each micro-batch, [] without routers."""
-        recorded, self._recorded = self._recorded or {}, None
+        recorded = self._recorded or {}
+        self._recorded = None
         by_microbatch = [torch.stack(layers, dim=1).cpu() for layers in zip(*recorded.values(), strict=True)]
         return [RoutedExperts(torch.tensor([[0, len(each)]], dtype=torch.int32), each) for each in by_microbatch]
 
@@ -153,7 +156,8 @@ class ExpertLoad:
 
     def __init__(self, models: Iterable[nn.Module], layers: int, experts: int) -> None:
         """Register hooks in the decoder layers' routers. `layers`, `experts`: of the full model; 0 experts: dense."""
-        self._layers, self._experts = layers, experts
+        self._layers = layers
+        self._experts = experts
         self._counts: dict[int, Tensor] = {}  # layer number, from 1 -> counts [experts] on the device
         for module in (module for model in models for module in model.modules()):
             if isinstance(module, TopKRouter) and (module.layer_number or 0) <= layers:

@@ -43,7 +43,8 @@ class SharedPromptAttention(TEDotProductAttention):
         """Return the attention output [T, h * e] of query [T, h, d], key [T, g, d] and value [T, g, e]."""
         params = options.get("packed_seq_params")
         if isinstance(params, SharedPromptParams):
-            key, value = key.index_select(0, params.key_rows), value.index_select(0, params.key_rows)
+            key = key.index_select(0, params.key_rows)
+            value = value.index_select(0, params.key_rows)
             mask = _Mask.padding_causal_bottom_right
             options |= {"packed_seq_params": params.attention, "attn_mask_type": mask}
         output: Tensor = super().forward(query, key, value, attention_mask, **options)
@@ -108,7 +109,8 @@ def shared_prompt_params(
     [T]: of all tokens.
     """
     starts = [0, *accumulate(lengths)]
-    rows, key_lengths = [], []
+    rows = []
+    key_lengths = []
     for start, length, prompt in zip(starts, lengths, prompts, strict=False):
         rows += [torch.arange(prompt.start, prompt.start + prompt.count), torch.arange(start, start + length)]
         key_lengths.append(prompt.count + length)

@@ -61,7 +61,8 @@ class TrainedModel:
         self.parallel = parallel
         self.hf = hf
         self.params = params
-        dtype, megatron_args = settings.model.dtype, settings.training.megatron_args
+        dtype = settings.model.dtype
+        megatron_args = settings.training.megatron_args
         self.config = transformer_config(settings.layout, settings.training, dtype, hf)
         models = build_chunks(
             self.config,

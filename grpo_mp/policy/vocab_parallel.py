@@ -195,11 +195,14 @@ def _backward_chunk(log_p: Tensor, known: Tensor, grad: Tensor, columns: Tensor,
     the total probability r of all tokens except `others`: d log r / d z_j = p_j / r - p_j if j is one of these tokens,
     else -p_j. `known`: the result rows without the first; `columns`, `is_local`: of the target and of `others`.
     """
-    grad_tokens, grad_rest = grad[:1], None
+    grad_tokens = grad[:1]
+    grad_rest = None
     if len(grad) > 2:
         learned = grad[2:].where(known[1:] > LEAST_LOGPROB, 0.0)
-        grad_tokens, grad_rest = torch.cat([grad_tokens, learned[:-1]]), learned[-1][:, None]
-    p, share = log_p.exp(), None
+        grad_tokens = torch.cat([grad_tokens, learned[:-1]])
+        grad_rest = learned[-1][:, None]
+    p = log_p.exp()
+    share = None
     if grad_rest is not None:
         share = log_p.sub(known[-1][:, None]).clamp_(max=0.0).exp_()
         share = _zero(share, columns[:, 1:], is_local[:, 1:]).mul_(grad_rest)

@@ -56,7 +56,8 @@ def load_hf(
     clear_weights(tensors, params)
     for name, tensor in tensors.items():
         param = params[name]
-        count, part = tp_size(param, layout), tensor_part(param, coords)
+        count = tp_size(param, layout)
+        part = tensor_part(param, coords)
         fused = _read(param, reader, count, part)
         tensor[: fused.shape[0]].copy_(fused)
 

@@ -35,7 +35,8 @@ _MATH_NAMES = """
 """
 MATH_NAMES = frozenset(_MATH_NAMES.split())
 
-MAX_CHARACTERS, MAX_EXPONENT = 1000, 3000  # limits of a number: Python converts integers of at most 4300 digits
+MAX_CHARACTERS = 1000  # limits of a number: Python converts integers of at most 4300 digits
+MAX_EXPONENT = 3000
 
 MAX_PLACES = 64  # decimal places of a number for math-verify
 TOLERANCE = Fraction(1, 100)  # for expected numbers that are not integers
@@ -135,7 +136,8 @@ class Number:
     @property
     def latex(self) -> str:
         """The number in LaTeX for math-verify."""
-        sign, value = "-" * (self.value < 0), abs(self.value)
+        sign = "-" * (self.value < 0)
+        value = abs(self.value)
         digits = _decimal_digits(value) if self.is_decimal else None
         fraction = rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
         number = digits or (fraction if value.denominator > 1 else str(value.numerator))
@@ -173,7 +175,8 @@ def tidy(answer: str) -> str:
     text = BLANKS.sub(" ", TEXT_COMMAND.sub(r"\\text{", text)).strip()
     before = None
     while text != before:
-        before, text = text, _without_delimiters(_without_period(text))
+        before = text
+        text = _without_delimiters(_without_period(text))
     for pattern, replacement in SPELLINGS:
         text = pattern.sub(replacement, text)
     return BLANKS.sub(" ", text).strip()
@@ -293,7 +296,8 @@ def _decimal_digits(value: Fraction) -> str | None:
 
 def _read_units(tail: str) -> bool | None:
     """Return whether the text after a number is a percentage; None if that text is more than a unit."""
-    words, position = list[str](), 0
+    words = list[str]()
+    position = 0
     if MAGNITUDE.match(tail):
         return None
     while position < len(tail):

@@ -28,7 +28,8 @@ class RewardError(Exception):
 
     def __init__(self, reason: str, sample: int = 0, scored: Mapping[int, float | None] | None = None) -> None:
         super().__init__(reason)
-        self.sample, self.scored = sample, scored or {}
+        self.sample = sample
+        self.scored = scored or {}
 
 
 class Reward(Protocol):
@@ -51,7 +52,8 @@ class Reward(Protocol):
 def call_arguments(group: SampleGroup, prompt_column: str, **others: Any) -> dict[str, Any]:
     """Build the keyword arguments for one group: prompt and columns, repeated for every completion, and `others`."""
     count = len(group.samples)
-    row, column = group.prompt.columns, group.prompt.column or prompt_column
+    row = group.prompt.columns
+    column = group.prompt.column or prompt_column
     prompt = read_column(row, column) if has_column(row, column) else group.prompt.text
     texts = [sample.text for sample in group.samples]
     chats = [list(sample.messages) or [{"role": "assistant", "content": sample.text}] for sample in group.samples]

@@ -32,7 +32,8 @@ BLOCK = re.compile(
     r"^([ \t]*)(`{3,}|~{3,})[ \t]*(?:python|py)[\d.]*\b[^\n]*\n(.*?)^[ \t]*\2", re.DOTALL | re.MULTILINE | re.IGNORECASE
 )
 PROGRAM_TESTS = Path(__file__).with_name("program_tests.py").read_text()
-RELATIVE_TOLERANCE, ABSOLUTE_TOLERANCE = 1e-5, 1e-8  # for decimal fractions, as in the graders of APPS and TACO
+RELATIVE_TOLERANCE = 1e-5  # for decimal fractions, as in the graders of APPS and TACO
+ABSOLUTE_TOLERANCE = 1e-8
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 # Keys under which a dictionary holds the tests.
 HOLDERS = ("ground_truth", "test_cases", "tests", "test_list", "test_code", "test", "functional", "assert_case")
@@ -86,7 +87,8 @@ def read_tests(columns: Mapping[str, Any], column: str, partial: bool = False) -
             f"no column {column}{did_you_mean(column, columns)}, the row has: {known}: "
             "set reward.code.tests to the column of the tests"
         )
-    value, context = _decoded(read_column(columns, column)), dict(columns)
+    value = _decoded(read_column(columns, column))
+    context = dict(columns)
     try:
         while isinstance(value, Mapping) and not {"input", "inputs"} & value.keys():
             if (holder := next((key for key in HOLDERS if key in value), None)) is None:
@@ -139,7 +141,8 @@ def _unpacked(text: str) -> str:
 
 def _python_tests(texts: Sequence[str], context: Mapping[str, Any], partial: bool) -> RowTests:
     entry_point = _entry_point(context, ENTRY_POINTS)
-    setup, begin = "", _begin(context)
+    setup = ""
+    begin = _begin(context)
     beginnings = (context.get(key) for key in BEGINNINGS) if entry_point else ()
     if entry_point and (setup := next((text for text in beginnings if isinstance(text, str) and _is_code(text)), "")):
         name = entry_point.partition("(")[0].partition(".")[0]
@@ -226,14 +229,16 @@ def _pairs(tests: Mapping[str, Any], many: bool) -> list[Mapping[str, Any]]:
     if not ({"input", "inputs"} & tests.keys() and {"output", "outputs"} & tests.keys()):
         raise ValueError(f"holds no tests, but {shorten(repr(dict(tests)))}: {FORMS}")
     if not (isinstance(inputs, list) and isinstance(outputs, list) and (many or "inputs" in tests)):
-        inputs, outputs = [inputs], [outputs]
+        inputs = [inputs]
+        outputs = [outputs]
     if len(inputs) != len(outputs):
         raise ValueError(f"has {len(inputs)} inputs and {len(outputs)} outputs: give one output for each input")
     return [{**tests, "input": one, "output": other} for one, other in zip(inputs, outputs, strict=True)]
 
 
 def _pair_tests(pairs: Sequence[Mapping[str, Any]], context: Mapping[str, Any], partial: bool) -> RowTests:
-    calls, cases = list[CodeTest](), list[CodeTest]()
+    calls = list[CodeTest]()
+    cases = list[CodeTest]()
     for pair in pairs:
         if pair["output"] is None:
             raise ValueError(f"has no output for the input {shorten(repr(pair['input']))}")
@@ -271,7 +276,8 @@ def _call(entry_point: str, given: Any, expected: Any) -> CodeTest:
         arguments = given if isinstance(given, list) else [given]
         # APPS wraps a result in a list; JSON turns integer keys of a dictionary into strings.
         allowed = [expected, *(expected if isinstance(expected, list) and len(expected) == 1 else [])]
-        arguments, allowed = list(map(_with_int_keys, arguments)), list(map(_with_int_keys, allowed))
+        arguments = list(map(_with_int_keys, arguments))
+        allowed = list(map(_with_int_keys, allowed))
     return CodeTest(f"_call_({entry_point!r}, {arguments!r})", (tuple(allowed),))
 
 
@@ -320,7 +326,8 @@ class CodeTests:
         if tests.setup:
             program = f"exec({tests.setup!r}, globals())\nexec(compile({program!r}, 'program.py', 'exec'), globals())"
         with self._slots:  # the time limit of a response starts when it gets a slot
-            deadline, num_passed = time.monotonic() + self._settings.timeout_s, 0
+            deadline = time.monotonic() + self._settings.timeout_s
+            num_passed = 0
             for case in tests.cases:
                 seconds_left = deadline - time.monotonic()
                 passed = seconds_left > 0 and self._passes(program, case, seconds_left)
@@ -389,7 +396,8 @@ def is_same_output(output: str, expected: str) -> bool:
 
     If the expected number has a decimal point or an exponent, a number within the tolerance is equal.
     """
-    lines, expected_lines = _words(output), _words(expected)
+    lines = _words(output)
+    expected_lines = _words(expected)
     return list(map(len, lines)) == list(map(len, expected_lines)) and all(
         word == other or _is_same_number(word, other)
         for line, expected_line in zip(lines, expected_lines, strict=True)
@@ -403,7 +411,8 @@ def _words(text: str) -> list[list[str]]:
 
 def _is_same_number(word: str, expected: str) -> bool:
     try:
-        number, other = Decimal(word), Decimal(expected)
+        number = Decimal(word)
+        other = Decimal(expected)
     except InvalidOperation:
         return False
     if not (number.is_finite() and other.is_finite()):

@@ -130,7 +130,8 @@ def same_answer(expected: str, predicted: str, verifier: MathVerifier) -> bool |
 
 def _without_what_one_adds(expected: str, predicted: str) -> tuple[str, str]:
     """Remove a part that only one answer has: a choice's letter, the text after the letter, or a variable's name."""
-    (label, value), (other_label, other_value) = split_label(expected), split_label(predicted)
+    (label, value) = split_label(expected)
+    (other_label, other_value) = split_label(predicted)
     if label and other_label:
         return label, other_label
     if label:
@@ -178,7 +179,8 @@ def _index_of_equal(answer: str, distinct: Sequence[str], verifier: MathVerifier
 
 def _closing_braces(text: str) -> dict[int, int]:
     """Map the index after each opening brace to the index of its closing brace; escaped braces do not count."""
-    opened, closings = list[int](), dict[int, int]()  # one pass: a response may open thousands of braces and close none
+    opened = list[int]()  # one pass: a response may open thousands of braces and close none
+    closings = dict[int, int]()
     for match in BRACE.finditer(text):
         if match[0] == "{":
             opened.append(match.end())
@@ -229,13 +231,15 @@ def _floats(expression: Any) -> set[Any]:
 
 def _equal_numbers(expected: Any, predicted: Any) -> bool | None:
     """Return whether two expressions have the same value; None if one is not a finite number, or if both are 0."""
-    first, second = _value(expected), _value(predicted)
+    first = _value(expected)
+    second = _value(predicted)
     if first is None or second is None:
         return None
     is_decimal = bool(_floats(expected) or _floats(predicted))
     if first.is_Rational and second.is_Rational and not is_decimal:
         return bool(first == second)
-    left, right = first.evalf(DIGITS), second.evalf(DIGITS)
+    left = first.evalf(DIGITS)
+    right = second.evalf(DIGITS)
     size = max(abs(left), abs(right))
     if size < 10 ** (-DIGITS):
         return None

@@ -204,7 +204,8 @@ class Scorer:
     def take_stats(self) -> RewardStats:
         """Return this rank's statistics since the last call, and reset them."""
         with self._lock:
-            stats, self._stats = self._stats, RewardStats()
+            stats = self._stats
+            self._stats = RewardStats()
         return stats
 
     def with_own_stats(self) -> "Scorer":
@@ -235,7 +236,8 @@ class Scorer:
         def call() -> Values:
             if name in self._built_in.values:
                 return read_values(self._built_in.values[name](group), group)
-            function, arguments = self._functions[name], self._arguments(group, step, extras)
+            function = self._functions[name]
+            arguments = self._arguments(group, step, extras)
             return self._in_time(lambda: read_values(call_reward(function, arguments), group))
 
         result = self._attempt(name, group, call)
@@ -252,10 +254,12 @@ class Scorer:
                 return read_steps(self._step_model.score_steps(group), group)
             if self._step_reward is None:
                 return [()] * len(group.samples)
-            function, arguments = self._step_reward, self._arguments(group, step, extras)
+            function = self._step_reward
+            arguments = self._arguments(group, step, extras)
             return self._in_time(lambda: read_steps(call_reward(function, arguments), group))
 
-        result, default = self._attempt(STEPS, group, call), self._default
+        result = self._attempt(STEPS, group, call)
+        default = self._default
         if not isinstance(result, RewardError):
             return result
         return [() if default is None else ((len(sample.tokens) - 1, default),) for sample in group.samples]

@@ -19,7 +19,8 @@ from grpo_mp.utils.errors import UserError, one_line
 from grpo_mp.utils.section import ServedModelConfig
 from grpo_mp.utils.types import NO_TOKEN, Sample, SampleGroup, TopLogprobs
 
-PATH, DETOKENIZE = "/generate", "/v1/detokenize"
+PATH = "/generate"
+DETOKENIZE = "/v1/detokenize"
 SECTION = "algorithm.distillation.teacher"  # of the settings
 MAX_TOPK_VALUES = 2**22  # logprobs in the reply of one request, which takes 11 bytes for each
 TOPK_REQUEST = {"return_flat_raw_top_logprobs": True, "return_flat_raw_top_logprobs_b64": True}
@@ -35,7 +36,8 @@ class TeacherClient(ServedModelClient):
 
     def __init__(self, settings: ServedModelConfig, topk: int | None = None, vocab_size: int = 0) -> None:
         super().__init__(settings)
-        self._topk, self._vocab_size = topk, vocab_size
+        self._topk = topk
+        self._vocab_size = vocab_size
 
     def score_group(self, group: SampleGroup) -> SampleGroup:
         """Return the group with the teacher's logprobs of the response tokens."""
@@ -60,12 +62,14 @@ class TeacherClient(ServedModelClient):
 
     def _requests(self, sequences: Sequence[Sample]) -> Iterator[list[Sample]]:
         """Split the sequences into requests whose replies have at most MAX_TOPK_VALUES logprobs, or one sequence."""
-        part, values = list[Sample](), 0
+        part = list[Sample]()
+        values = 0
         for sequence in sequences:
             own = len(sequence.tokens) * (self._topk or 0)
             if part and values + own > MAX_TOPK_VALUES:
                 yield part
-                part, values = [], 0
+                part = []
+                values = 0
             part.append(sequence)
             values += own
         yield part
@@ -122,7 +126,8 @@ class TeacherClient(ServedModelClient):
                 f"returned {len(logprobs)} top logprobs for {length} tokens, {topk} of each were asked for: it may "
                 "have a smaller vocabulary; lower algorithm.distillation.topk"
             )
-        ids, logprobs = ids.reshape(length, topk), logprobs.reshape(length, topk)
+        ids = ids.reshape(length, topk)
+        logprobs = logprobs.reshape(length, topk)
         with np.errstate(over="ignore"):
             mass = np.exp(logprobs).sum(1)
         if not np.isfinite(logprobs).all() or mass.max(initial=0.0) > 1 + TOPK_TOLERANCE:

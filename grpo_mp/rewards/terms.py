@@ -37,7 +37,8 @@ class BuiltInTerms:
 
     def with_limit(self, settings: RewardConfig, max_response_tokens: int) -> "BuiltInTerms":
         """Return a copy with the same processes and connections, for another limit of response tokens."""
-        other, rules = copy(self), _rules(settings, max_response_tokens)
+        other = copy(self)
+        rules = _rules(settings, max_response_tokens)
         other.values = {name: rules.get(name, values) for name, values in self.values.items()}
         return other
 
@@ -89,7 +90,8 @@ def _language_shares(settings: RewardConfig, group: SampleGroup) -> Values:
 
     DeepSeek-R1's language consistency (arXiv 2501.12948, 2.3.2).
     """
-    language, (first, last) = settings.language, THINK_TAGS
+    language = settings.language
+    (first, last) = THINK_TAGS
     target: object = language.target
     if language.column:
         columns = group.prompt.columns

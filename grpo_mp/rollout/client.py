@@ -27,7 +27,8 @@ BUSY_LIMIT_S = 60.0  # time limit for an engine to become idle after its last re
 BUSY_POLL_S = 0.1
 HEALTH_LIMIT_S = 30.0  # SGLang's own time limit of a health check is 20 s
 # SGLang's selector of the models that a request applies to, for an engine with a drafting layer.
-TARGET, TARGET_AND_DRAFT = {"selector": "target"}, {"selector": "all"}
+TARGET = {"selector": "target"}
+TARGET_AND_DRAFT = {"selector": "all"}
 OUT_OF_MEMORY = "out of memory"  # part of torch's error message; such an error allows a restart of the engine
 
 
@@ -125,7 +126,8 @@ class EngineOutput:
         its end.
         """
         kept = max(0, len(self.tokens) - step_tokens)
-        experts, dropped = self.routed_experts, len(self.tokens) - kept
+        experts = self.routed_experts
+        dropped = len(self.tokens) - kept
         return replace(
             self,
             tokens=self.tokens[:kept],
@@ -141,7 +143,8 @@ class EngineClient:
     """Client of one engine. Every call has a time limit; error messages name the engine, the path and the reply."""
 
     def __init__(self, index: int, url: str, headers: Mapping[str, str], timeout_s: float) -> None:
-        self.index, self._timeout_s = index, timeout_s
+        self.index = index
+        self._timeout_s = timeout_s
         self._running = asyncio.Event()  # cleared while generation is paused
         self._running.set()
         self._pauses = 0
@@ -204,7 +207,8 @@ class EngineClient:
 
         If the parser fails, return the whole text and no calls.
         """
-        path, body = "/parse_function_call", {"text": text, "tools": list(tools), "tool_call_parser": parser}
+        path = "/parse_function_call"
+        body = {"text": text, "tools": list(tools), "tool_call_parser": parser}
         reply = await self._request("POST", path, body, headers=LAST_OF_CONNECTION)
         if reply.status_code == httpx.codes.INTERNAL_SERVER_ERROR:  # malformed text of the policy is no engine error
             LOGGER.info("engine %d: the parser %s fails at what the policy wrote: %.200r", self.index, parser, text)
@@ -331,7 +335,8 @@ class EngineClient:
         tokens = tuple(entry[1] for entry in pairs)
         if list(tokens) != list(output["output_ids"]):
             raise self._error("/generate", "output_ids and output_token_logprobs name different tokens")
-        reason, computed = (meta["finish_reason"] or {}).get("type"), prompt_tokens + len(tokens) - 1
+        reason = (meta["finish_reason"] or {}).get("type")
+        computed = prompt_tokens + len(tokens) - 1
         logprobs = [entry[0] for entry in pairs]
         kept = None
         if "output_token_sampling_mask" in meta:

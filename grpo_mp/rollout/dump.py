@@ -22,7 +22,8 @@ from grpo_mp.utils.reading import check_regular
 from grpo_mp.utils.types import ExpertIds, KeptTokens, Message, Prompt, Sample, SampleGroup, TopLogprobs
 
 FACTS = b"grpo_mp"  # key of the metadata in the file's footer
-TOKENS, NUMBERS = pa.list_(pa.int32()), pa.map_(pa.string(), pa.float64())
+TOKENS = pa.list_(pa.int32())
+NUMBERS = pa.map_(pa.string(), pa.float64())
 SCHEMA = pa.schema(
     {
         "group_id": pa.int64(),
@@ -154,7 +155,8 @@ def group_of_rows(rows: Sequence[Row], prompt: Prompt | None = None) -> SampleGr
     first = rows[0]
     tokens = tuple(first["group_prompt_tokens"] or first["prompt_tokens"])
     written = Prompt(first["prompt_index"], first["prompt"], tokens, first["answer"])
-    samples, earlier = list[Sample](), list[Sample]()
+    samples = list[Sample]()
+    earlier = list[Sample]()
     for row in rows:
         if row["part"]:
             earlier.append(_sample(row, row["part"]))
@@ -188,7 +190,8 @@ def _sample(row: Row, part: int = 0) -> Sample:
 def _topk(ids: bytes | None, logprobs: bytes | None, tokens: int) -> TopLogprobs | None:
     if ids is None or logprobs is None:
         return None
-    of_ids, of_logprobs = np.frombuffer(ids, np.int32), np.frombuffer(logprobs, np.float32)
+    of_ids = np.frombuffer(ids, np.int32)
+    of_logprobs = np.frombuffer(logprobs, np.float32)
     return TopLogprobs(of_ids.reshape(tokens, -1).copy(), of_logprobs.reshape(tokens, -1).copy())
 
 

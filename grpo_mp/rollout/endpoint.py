@@ -66,7 +66,8 @@ class Endpoint:
         """Yield a session with URL and key for an episode; on exit revoke the key and cancel running turns."""
         if self._server is None:
             self._server = asyncio.create_task(_listen(self.sessions))
-        key, server = f"sk-{secrets.token_urlsafe(24)}", self._server
+        key = f"sk-{secrets.token_urlsafe(24)}"
+        server = self._server
         failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         session = self.sessions[key] = Session(policy, "", key, failure, warned=self.warned)
         try:

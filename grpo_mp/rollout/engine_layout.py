@@ -71,7 +71,8 @@ def engine_placements(engine: EngineConfig, world_size: int, ranks_per_node: int
 
     Engine e has ranks [f + e * gpus, f + (e + 1) * gpus), with f = world_size - engine.ranks, or f = 0 if unset.
     """
-    gpus, ranks = engine.gpus_per_engine, engine.ranks or world_size
+    gpus = engine.gpus_per_engine
+    ranks = engine.ranks or world_size
     first = world_size - ranks
     if engine.ranks and first < 1:
         raise UserError(f"engine.ranks={ranks} leaves none of the {world_size} ranks of this job to train: lower it")
@@ -147,15 +148,18 @@ def attention_replicas(args: Mapping[str, Any]) -> int:
 
 def engine_parallelism(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> EngineParallelism:
     """Return an engine's parallel sizes; check that they divide each other and the model. `args`: engine.args."""
-    replicas, expert = attention_replicas(args), read_argument(args, "ep_size", 1)
+    replicas = attention_replicas(args)
+    expert = read_argument(args, "ep_size", 1)
     if read_argument(args, "dp_size", 1) > 1 and not args.get("enable_dp_attention"):
         raise UserError(
             f"engine.args.dp_size={args['dp_size']} would start full replicas of the engine on other GPUs: set "
             "engine.gpus_per_engine for more engines, or attn_dp_size for replicas of attention inside one"
         )
     values = family_of(hf).config(hf)
-    num_experts, heads = values.get("num_moe_experts") or 0, values["num_attention_heads"]
-    key_heads, tensor = values.get("linear_num_key_heads", heads), "engine.gpus_per_engine / attn_dp_size"
+    num_experts = values.get("num_moe_experts") or 0
+    heads = values["num_attention_heads"]
+    key_heads = values.get("linear_num_key_heads", heads)
+    tensor = "engine.gpus_per_engine / attn_dp_size"
     for name, size, total, meaning in (
         ("attn_dp_size", replicas, gpus, "engine.gpus_per_engine"),
         ("ep_size", expert, gpus, "engine.gpus_per_engine"),

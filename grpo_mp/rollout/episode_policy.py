@@ -60,7 +60,8 @@ class EpisodeWatch:
         """Stop the clock while the body generates, so that a slow engine does not time out the episode."""
         now = asyncio.get_running_loop().time
         if not self._generating:
-            self._deadline, self._since = self.clock.when(), now()
+            self._deadline = self.clock.when()
+            self._since = now()
             self.clock.reschedule(None)
         self._generating += 1
         try:
@@ -172,7 +173,8 @@ class EpisodePolicy:
             self._earlier = [*(one for one in self._earlier if one is not before), self._sequence]
         self.turns += 1
         self._sequence = given.answered_by(turn, self.turns)
-        self._answer, self._cut = turn.text, not turn.finished
+        self._answer = turn.text
+        self._cut = not turn.finished
         return turn
 
     def episode(
@@ -248,7 +250,8 @@ class EpisodePolicy:
 
     def _bound(self, given: TokenSequence, max_tokens: int | None) -> int:
         """Return the token limit of the next turn. Raises EpisodeLimitError if no turn or no token is left."""
-        context, length = self.context, len(given.tokens)
+        context = self.context
+        length = len(given.tokens)
         longest = context.sampling.max_response_tokens
         after_prompt = longest - (length - len(given.segments[0].tokens))
         left = min(after_prompt, context.max_prompt_tokens + longest - length)
@@ -262,7 +265,8 @@ class EpisodePolicy:
         return min(bound for bound in (left, context.limits.turn_tokens, max_tokens) if bound is not None)
 
     async def _sample(self, tokens: tuple[int, ...], max_tokens: int, stop: Sequence[str]) -> EngineOutput:
-        context, stops = self.context, (*self.context.sampling.stop, *stop)
+        context = self.context
+        stops = (*self.context.sampling.stop, *stop)
         sampling = replace(context.sampling.for_turn(self.turns), max_response_tokens=max_tokens, stop=stops)
         (output,) = await context.client.generate(tokens, sampling, routing=context.routing)
         if output.aborted:

@@ -94,7 +94,8 @@ class EpisodeRunner:
         `record`: called in a thread with the sample of each episode that ends before the last one. Raises EngineError;
         raises TimeoutError `rollout.group_timeout_s` after the start of the first episode.
         """
-        config, begun = self.parts.config, asyncio.Event()
+        config = self.parts.config
+        begun = asyncio.Event()
         context = EpisodeContext(
             self.client,
             self.parts.renderer,
@@ -173,7 +174,8 @@ class EpisodeRunner:
                 sentence = f"it took longer than rollout.limits.episode_s={context.limits.episode_s:g} s"
                 state: EpisodeState = "timeout"
             else:
-                sentence, state = f"it raised {type(error).__name__}: {one_line(error)}", "error"
+                sentence = f"it raised {type(error).__name__}: {one_line(error)}"
+                state = "error"
             episode = policy.episode(state=state)
             return Outcome(episode, f"{label}, turn {episode.turns}: {sentence}"), policy
         state = policy.limit if policy.limit and returned.state in ("completed", "truncated") else returned.state
@@ -181,7 +183,8 @@ class EpisodeRunner:
 
     async def _begin(self, tools: EpisodeTools, prompt: Prompt) -> tuple[Message, ...]:
         """Reset the environments; return the prompt's messages with the text of `reset` appended to the last one."""
-        messages, said = prompt.messages, self.parts.renderer.clean(await tools.reset(prompt.columns))
+        messages = prompt.messages
+        said = self.parts.renderer.clean(await tools.reset(prompt.columns))
         if said:
             messages = (*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + said})
         return messages

@@ -51,8 +51,10 @@ class HostedEngine:
         self._restart: BackgroundTask | None = None
         self._watch: BackgroundTask | None = None
         self._ready: EngineClient | None = None  # client of the restarted engine until `join`
-        self._lives, self._losses = 0, list[float]()  # number of processes so far; times of losses [s]
-        self._losing, self._stopped = Lock(), Event()
+        self._lives = 0  # number of processes so far; times of losses [s]
+        self._losses = list[float]()
+        self._losing = Lock()
+        self._stopped = Event()
 
     def start(self, store: dist.Store) -> None:
         """Start the engine process without waiting until it is ready. `store`: the job's store."""
@@ -99,7 +101,8 @@ class HostedEngine:
         if self._ready is None:
             return False
         with self._losing:
-            self.client, self.is_lost = self._ready, False
+            self.client = self._ready
+            self.is_lost = False
             self._ready = self._restart = None
         return True
 
@@ -175,7 +178,8 @@ class HostedEngine:
         """Mark the engine as lost when another node reports that its process has ended."""
         assert self._store
         while not self._stopped.wait(POLL_S):
-            client, key = self.client, life_key(self._process.spec, self._lives, "node_ended")
+            client = self.client
+            key = life_key(self._process.spec, self._lives, "node_ended")
             if client and self._store.check([key]):
                 self.lose(EngineError(self._store.get(key).decode()), client)
 

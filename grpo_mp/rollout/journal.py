@@ -131,7 +131,8 @@ def cut_torn_tail(file: Path) -> None:
 
 def read_records(file: Path) -> list[Record]:
     """Return the records of a file; at a damaged record, stop with a warning."""
-    records, end = [], 0
+    records = []
+    end = 0
     for offset, payload in _payloads(file):
         records.append(_record(file, offset, payload))
         end = offset + len(payload)
@@ -169,14 +170,16 @@ def load(record: Record, prompt: Prompt) -> tuple[EndedGroup, RewardStats] | Non
 
 def encode(group_id: int, group: EndedGroup, stats: RewardStats, kept: bool) -> bytes:
     """Return the payload of a group's record, two pickles; b"" if the group has no token."""
-    finished, prompt = isinstance(group, SampleGroup), group.prompt
+    finished = isinstance(group, SampleGroup)
+    prompt = group.prompt
     outputs = group.outputs if isinstance(group, PausedGroup) else ()
     samples = tuple(map(_plain, group.samples))
     tokens_of = {one.index: sum(len(part.tokens) for part in one.sequences) for one in samples}
     tokens = sum(tokens_of.values()) + sum(len(output.tokens) for output in outputs)
     if not tokens:
         return b""
-    key, extent = (group_id, prompt.index, prompt.epoch), Extent(finished, tokens, finished and kept)
+    key = (group_id, prompt.index, prompt.epoch)
+    extent = Extent(finished, tokens, finished and kept)
     episodes = {} if finished or outputs else tokens_of
     without_columns = replace(prompt, columns={}, messages=())  # can be read from the data again
     ended: EndedGroup = replace(group, prompt=without_columns, samples=samples)

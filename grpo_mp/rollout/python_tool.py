@@ -31,7 +31,8 @@ class Session:
 
         Raises SessionEndedError if it does not answer, RewardError without bubblewrap.
         """
-        self._timeout_s, self._lock = timeout_s, threading.Lock()
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
         streams = (subprocess.PIPE, subprocess.PIPE, subprocess.DEVNULL)
         self._process = sandbox.start(INTERPRETER, [str(self._timeout_s)], streams)
         self._ask("", GRACE_S)  # so that the start does not count toward the first code's time limit

@@ -199,7 +199,8 @@ def check_served_models(
     `request_tokens`: length of the longest request.
     """
     for name, model in models.items():
-        section, gpus = SECTION if name == TEACHER else "reward.model", model.gpus_per_server
+        section = SECTION if name == TEACHER else "reward.model"
+        gpus = model.gpus_per_server
         if gpus < 1 or ranks_per_node % gpus or world_size % gpus:
             raise UserError(
                 f"{section}.args.tp_size={gpus} does not divide the {ranks_per_node} ranks of a node "

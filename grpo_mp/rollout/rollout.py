@@ -80,8 +80,11 @@ class Rollout:
         self._parts = parts
         self._tokenizer = parts.tokenizer
         self._scorer = parts.scorer
-        self._episodes, self._teacher = parts.episodes, parts.teacher
-        self._engine_config, self._config, self._seed = engine, rollout, base.seed
+        self._episodes = parts.episodes
+        self._teacher = parts.teacher
+        self._engine_config = engine
+        self._config = rollout
+        self._seed = base.seed
         placements = engine_placements(engine, job.world_size, job.ranks_per_node) if parts.has_engines else ()
         self.host_ranks = engine_host_ranks(placements)
         self.routing = model_shape(parts.hf) if parts.records_experts else None
@@ -136,7 +139,8 @@ class Rollout:
 
     def score(self, groups: Sequence[SampleGroup], step: int) -> Sequence[SampleGroup]:
         """Return the groups, complete ones scored by the reward models that the job serves, if any."""
-        servers, parts = self.reward_servers, self._episodes
+        servers = self.reward_servers
+        parts = self._episodes
         if not (servers and self._scorer.defers):
             return groups
 
@@ -190,7 +194,8 @@ class Rollout:
 
         `scorer`: None: the run's scorer.
         """
-        engine, client = self.engine, self.client
+        engine = self.engine
+        client = self.client
         if not (engine and client):
             if engine:
                 engine.restart()  # the engine was lost while the trainer used its devices, which are free now
@@ -203,7 +208,8 @@ class Rollout:
         groups_per_engine = -(-(rule.launched + rule.lookahead) // len(self.host_ranks))
         max_in_flight = max(1, min(config.concurrent_groups, groups_per_engine))
         limit_s = self._config.group_timeout_s
-        lose, episodes = partial(engine.lose, client=client, generates=True), None
+        lose = partial(engine.lose, client=client, generates=True)
+        episodes = None
         if self._episodes:
             most = asyncio.Semaphore(config.concurrent_groups * task.group_size)
             self._pause.clear()

@@ -34,7 +34,8 @@ class EngineProcess:
 
     def __init__(self, spec: EngineSpec, log: Path, kind: str = "engine") -> None:
         """Store the specification without starting the server. `kind`: prefix of the served model's name."""
-        self.spec, self.log = spec, log
+        self.spec = spec
+        self.log = log
         self.served_model_name = f"{kind}-{spec.index}-{secrets.token_hex(8)}"
         self.api_key = secrets.token_hex(16)
         self._claim: PortClaim | None = None

@@ -214,7 +214,8 @@ def _open_ipc(export: Export) -> Tensor:
     handle, counter, event, size, offset, counter_offset = export["storage"]
     uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
     handle, counter, event = map(base64.b64decode, (handle, counter, event))
-    shape, device = (export["nbytes"],), uuids.index(export["device"])
+    shape = (export["nbytes"],)
+    device = uuids.index(export["device"])
     return rebuild_cuda_tensor(
         *(torch.Tensor, shape, (1,), 0, torch.UntypedStorage, torch.uint8, device),
         # False: do not wait for the event. The trainer has synchronized, and torch would never free an opened event.

@@ -51,7 +51,8 @@ class GroupStream:
     def take_returned(self) -> int | None:
         """Claim and return a group that an engine gave back; None if there is none."""
         while self._seen < int(self._store.add(f"{self._key}/returned", 0)):
-            key, self._seen = f"{self._key}/returned/{self._seen}", self._seen + 1
+            key = f"{self._key}/returned/{self._seen}"
+            self._seen = self._seen + 1
             if self._store.add(f"{key}/taken", 1) == 1:
                 return int(self._store.get(key))
         return None
@@ -71,7 +72,8 @@ class GroupStream:
 
     def try_again(self) -> "GroupStream":
         """Begin another attempt at the step with restarted engines; return self."""
-        self._attempt, self._seen = self._attempt + 1, 0
+        self._attempt = self._attempt + 1
+        self._seen = 0
         return self
 
     def report(self, number: int, kept: bool | None) -> None:
@@ -147,7 +149,8 @@ class LaunchGate:
                 async with self._changed:
                     self._all_lost = self._stream.all_lost()
                     self._changed.notify_all()
-            reported, ahead = self._stream.reported(), self._lookahead()
+            reported = self._stream.reported()
+            ahead = self._lookahead()
             if (reported, ahead) == (self._reported, self._ahead):
                 continue  # reading all verdicts of a large evaluation is slow: do it only after a new report
             async with self._changed:
@@ -155,8 +158,10 @@ class LaunchGate:
                 self._changed.notify_all()
 
     def _read(self) -> None:
-        self._reported, self._ahead = self._stream.reported(), self._lookahead()
-        self._admission, self._all_lost = self._stream.admission(), self._stream.all_lost()
+        self._reported = self._stream.reported()
+        self._ahead = self._lookahead()
+        self._admission = self._stream.admission()
+        self._all_lost = self._stream.all_lost()
         limit = self._admission.launch_limit
         self._has_ahead = not self._waits_for_ahead or self._stream.has_ahead(range(limit, limit + self._ahead))
 

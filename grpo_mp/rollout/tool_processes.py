@@ -70,7 +70,8 @@ class ToolProcess:
         return reply["value"]
 
     async def _exchange(self, request: Request | None) -> dict[str, Any]:
-        requests, replies = self._process.stdin, self._process.stdout
+        requests = self._process.stdin
+        replies = self._process.stdout
         assert requests
         assert replies
         if request:

@@ -28,7 +28,8 @@ def serve(tools: Mapping[str, Mapping[str, Any] | None]) -> None:
 
     `tools`: maps the path of an environment class to its constructor arguments, and the path of a function to None.
     """
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    requests = os.fdopen(os.dup(0), "rb")
+    replies = os.fdopen(os.dup(1), "wb")
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)  # a tool must not read requests
         os.dup2(2, 1)  # a tool must not write replies
@@ -73,7 +74,8 @@ class _Worker:
         if asyncio.iscoroutine(value):
             value = self._loop.run_until_complete(value)
         if not method and isinstance(self._loaded[path], partial):
-            self._environment, value = value, None
+            self._environment = value
+            value = None
         return float(value) if method == "get_reward" else value
 
 

@@ -18,7 +18,9 @@ from grpo_mp.utils.files import encodable
 from grpo_mp.utils.user_code import load_attribute
 
 SETTING = "rollout.tools"
-RESET, REWARD = OF_EPISODES = ("reset", "get_reward")  # methods that the policy does not call
+RESET = "reset"
+REWARD = "get_reward"
+OF_EPISODES = (RESET, REWARD)  # methods that the policy does not call
 PROCESSES = 16  # maximum number of concurrent calls of functions on one rank
 
 

@@ -34,7 +34,8 @@ class VerifiersRollout:
         return policy.episode(output["reward"], output["metrics"])
 
     async def _play(self, task: Task, session: Session) -> Mapping[str, Any]:
-        openai, clients = importlib.import_module("openai"), importlib.import_module("verifiers.clients")
+        openai = importlib.import_module("openai")
+        clients = importlib.import_module("verifiers.clients")
         columns = task.prompt.columns
         row = {name: columns[name] for name in FIELDS if columns.get(name) is not None}
         async with openai.AsyncOpenAI(

@@ -96,7 +96,8 @@ class RolloutWorker:
         """
         groups = _Groups(task, stream, self.step_tokens)
         gate = LaunchGate(stream, task.lookahead, task.stopped, task.token_limit is not None)
-        watch, launch = asyncio.create_task(gate.watch()), None
+        watch = asyncio.create_task(gate.watch())
+        launch = None
         try:
             while not gate.done:
                 for number in groups.take_waiting(gate, max_in_flight):
@@ -109,7 +110,8 @@ class RolloutWorker:
                     watch.result()
                 groups.take_finished()
                 if launch and launch.done():
-                    allowed, launch = launch.result(), None
+                    allowed = launch.result()
+                    launch = None
                     if allowed is not None:
                         groups.start(allowed, self._generate_group, gate)
             # Abort repeatedly, because a request may reach the engine after an abort.

@@ -136,11 +136,13 @@ class RolloutCollector:
 
     def collect(self, state: TrainState, step: int) -> RolloutBatch:
         """Generate and score the step's groups."""
-        group, ahead = self.job.group, not self.settings.shares_devices
+        group = self.job.group
+        ahead = not self.settings.shares_devices
         generation, launched = self._generate(state, step)
         with self.phases.phase(Phase.SCORE):
             self._queue.extend(max(all_gather(len(self._queue), group)))  # the same prompts are drawn on all ranks
-            admission, kept = generation.stream.admission(), dict(generation.stream.verdicts())
+            admission = generation.stream.admission()
+            kept = dict(generation.stream.verdicts())
             if self._rule.zero_std == "refill" and len(admission.selected) < generation.stream.rule.needed:
                 raise UserError(self._too_few_groups(step, admission, generation.stream.rule.max_launched))
             aborted = _aborted(admission, kept, state.groups_launched)
@@ -202,12 +204,14 @@ class RolloutCollector:
 
     def _take_recorded(self, state: TrainState, step: int, rule: AdmissionRule) -> None:
         """Add groups that an earlier job recorded for this step or later ones to this rank's carried groups."""
-        folder, job = self.settings.run.folder / ROLLOUTS, self.job
+        folder = self.settings.run.folder / ROLLOUTS
+        job = self.job
         if self.recorded is None:
             self.recorded = read_recorded(folder, self.rollout.host_ranks, job)
         elif job.rank == 0 and (saved := complete_checkpoints(self.settings.run.folder)[-FALLBACKS:]):
             prune(folder, checkpoint_step(saved[0]) - self.settings.rollout.max_staleness)
-        queue, recorded = self._queue, dict[int, EndedGroup]()
+        queue = self._queue
+        recorded = dict[int, EndedGroup]()
         if not self.settings.updates_running_groups:
             rule = replace(rule, lookahead=rule.needed * self.settings.steps_ahead)
         taken = self.recorded.take(state.groups_launched, rule, lambda number: (queue[number], queue.epoch(number)))
@@ -230,7 +234,8 @@ class RolloutCollector:
 
     def _record(self, step: int, group_id: int, group: EndedGroup, stats: RewardStats) -> None:
         """Record an ended group for a resumed job; skip a paused group that no later step may continue."""
-        self._stats[group_id], self._ends_s[group_id] = stats, time.monotonic()
+        self._stats[group_id] = stats
+        self._ends_s[group_id] = time.monotonic()
         goes_on = self.settings.rollout.max_staleness or self._stopped
         if goes_on or not isinstance(group, PausedGroup):
             kept = isinstance(group, SampleGroup) and self._keeps(group)
@@ -248,7 +253,8 @@ class RolloutCollector:
 
     @property
     def _token_limit(self) -> Callable[[int], int] | None:
-        config, ahead = self.settings.rollout, self.settings.steps_ahead
+        config = self.settings.rollout
+        ahead = self.settings.steps_ahead
         if config.tokens_ahead is None:
             return None
         return partial(token_limit, needed=config.prompts_per_step, steps_ahead=ahead, tokens_ahead=config.tokens_ahead)
@@ -345,7 +351,8 @@ class RolloutCollector:
             for number, group in sorted(launched.items())
             if number not in later and number < counted and not isinstance(group, RunningGroup)
         ]
-        own, aborted = list(self.rollout.score(own, step)), _aborted(admission, kept, first)
+        own = list(self.rollout.score(own, step))
+        aborted = _aborted(admission, kept, first)
         infos = all_gather_sample_info(own, group)
         counts = all_gather((len(later), counted, self._stale), group)
         cursor = self._queue.use_up(min(admission.consumed, len(self._queue)))
@@ -401,7 +408,8 @@ class RolloutCollector:
         )
 
     def _too_few_groups(self, step: int, admission: Admission, launched: int) -> str:
-        rule, needed = self._rule, self.settings.rollout.prompts_per_step
+        rule = self._rule
+        needed = self.settings.rollout.prompts_per_step
         return (
             f"step {step}: of {launched} groups only {len(admission.selected)} pass "
             f"algorithm.filter.metric={rule.metric}, {needed} are needed: take data that "

@@ -64,7 +64,8 @@ def dry_run_text(facts: Iterable[str], warnings: Iterable[str], folder: Path, se
 def show_learned(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a sample as one line of text, with its loss tokens in double brackets."""
     decode = tokenizer.decode
-    parts, run = [decode(list(sample.prompt_tokens))], list[int]()
+    parts = [decode(list(sample.prompt_tokens))]
+    run = list[int]()
     mask = sample.generated or (True,) * len(sample.tokens)
     for index, (token, is_learned) in enumerate(zip(sample.tokens, mask, strict=True)):
         run.append(token)

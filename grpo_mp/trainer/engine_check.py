@@ -105,7 +105,8 @@ class EngineCheck:
         self._rounding = noise.mean
         if self._all_pass(reports) or not self.has_experts:
             return reports
-        sets, noises = [reports], [noise]
+        sets = [reports]
+        noises = [noise]
         for number in range(1, RECHECK_SETS):
             reports, expected = self._compare_set(number)
             sets.append(reports)
@@ -205,11 +206,13 @@ class EngineCheck:
 
 def sequence_logprobs(policy: Policy, sequences: Sequences) -> Logprobs:
     """Return for each sequence the policy's logprobs at temperature 1 of all tokens but the first."""
-    parallel, layout = policy.parallel, policy.parallel.layout
+    parallel = policy.parallel
+    layout = policy.parallel.layout
     align = alignment(layout)
     samples = {i: Sample.from_tokens(i, tokens[:1], tokens[1:]) for i, tokens in enumerate(sequences)}
     lengths = tuple(round_up(len(tokens), align) for tokens in sequences)
-    unused, padded = [0.0] * len(sequences), round_up(sum(lengths), policy.padding_multiple)
+    unused = [0.0] * len(sequences)
+    padded = round_up(sum(lengths), policy.padding_multiple)
     batch = pack(samples, unused, unused, MicroBatchPlan(tuple(samples), lengths), align, padded)
     local_batch = slice_context(batch, layout.context, parallel.coords.context)
     repeat = layout.pipeline if layout.virtual_pipeline else 1  # the interleaved schedule needs so many micro-batches

@@ -50,7 +50,8 @@ class Evaluator:
 
         `on_groups`: called for each set with its name and the groups of this rank's engine.
         """
-        result, group = Evaluation(), self.engines.job.group
+        result = Evaluation()
+        group = self.engines.job.group
         for name, prompts in self.prompts.items():
             groups, own_stats = self._generate(prompts, name, step)
             with self.engines.phases.phase(Phase.EVAL, name):

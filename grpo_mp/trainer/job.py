@@ -76,7 +76,8 @@ def join_run(
     """
     with ExitStack() as stack:
         job = join_job(limit_s, engine_ranks)
-        folder, rank = run.folder, job.rank
+        folder = run.folder
+        rank = job.rank
         stack.enter_context(report_error_once(rank, job.store))
         checkpoints: Sequence[Path] = ()
         changes: Sequence[str] = ()

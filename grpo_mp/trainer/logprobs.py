@@ -43,7 +43,8 @@ def compute_logprobs(
     `adaptive_coefs`: adaptive loss coefficients by name; `critic`: computes the values for advantage.baseline=critic.
     """
     record_routing = training.router_replay == "R2"  # updates replay the experts of the pass for old logprobs
-    kl, parallel = algorithm.kl, policy.parallel
+    kl = algorithm.kl
+    parallel = policy.parallel
     updates = [list(update) for update in batch.updates]
     if algorithm.needs_old_logprobs(len(updates) * training.epochs):
         top_quantile = algorithm.entropy.top_quantile

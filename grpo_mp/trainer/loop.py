@@ -53,9 +53,11 @@ class PolicyContext(RunContext):
     @contextmanager
     def reporting(self, logger: StepLogger) -> Iterator[None]:
         """Log the steps of the body and report them at the end, also if the body raises."""
-        monitor, folder = self.settings.monitor, self.settings.run.folder
+        monitor = self.settings.monitor
+        folder = self.settings.run.folder
         past = broadcast(read_metrics(folder / METRICS), self.parallel.cpu_group)
-        self._logger, self._first_step = logger, self.state.step
+        self._first_step = self.state.step
+        self._logger = logger
         self._guards = MetricGuards(monitor.guards, [line for line in past if (line["step"] or 0) <= self.state.step])
         try:
             yield
@@ -150,7 +152,8 @@ class PolicyContext(RunContext):
 
     def _export(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder and, with LoRA, its adapters as a peft folder beside it."""
-        model, bucket_bytes = self.settings.model, self.settings.bucket_bytes
+        model = self.settings.model
+        bucket_bytes = self.settings.bucket_bytes
         with self.phases.phase(Phase.SAVE, "export"):
             if model.lora:
                 adapters = folder.with_name(f"{folder.name}_adapter")

@@ -49,7 +49,8 @@ def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[st
             by_term[term].append(value)
         if info.is_correct is not None:  # growing wrong answers: length bias of arXiv 2503.20783
             by_answer["correct" if info.is_correct else "incorrect"].append(info.all_response_tokens)
-    right, rates = accuracy(infos), solve_rates(infos)
+    right = accuracy(infos)
+    rates = solve_rates(infos)
     bins = [sum(rate > limit for limit in (0.0, 0.25, 0.5, 0.75)) + (rate == 1.0) for rate in rates]
     solved = {
         "rollout/solve_all": rates.count(1.0),
@@ -91,7 +92,8 @@ def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[st
 
 def episode_metrics(infos: Sequence[SampleInfo]) -> dict[str, float]:
     """Return the share of episodes in each end state and the means of their metrics; empty without episodes."""
-    episodes, values = [info for info in infos if info.state], defaultdict[str, list[float]](list)
+    episodes = [info for info in infos if info.state]
+    values = defaultdict[str, list[float]](list)
     for info in episodes:
         for name, value in info.metrics.items():
             values[name].append(value)
@@ -199,7 +201,8 @@ def distillation_metrics(
     """Return mean and maximum of policy logprob - teacher logprob over the sampled tokens; empty without a teacher."""
     if distillation is None:
         return {}
-    sums, largest = torch.zeros(2, dtype=torch.float64), torch.full((), -math.inf, dtype=torch.float64)
+    sums = torch.zeros(2, dtype=torch.float64)
+    largest = torch.full((), -math.inf, dtype=torch.float64)
     for batch in (batch for update in updates for batch in update) if parallel.is_reporting_rank else ():
         if batch.teacher_logprobs is not None:
             difference = student_logprobs(batch).double() - batch.teacher_logprobs.double()

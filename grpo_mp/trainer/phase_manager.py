@@ -52,7 +52,8 @@ class PhaseManager:
         self._watchdog = watchdog
         self._progress = progress
         self._limit_s = limit_s
-        self._offload_functions, self._items = offload_functions or {}, items
+        self._offload_functions = offload_functions or {}
+        self._items = items
         self._resident = resident or Residency()
 
     @contextmanager
@@ -120,7 +121,8 @@ class MemoryTracker:
 
     def take(self) -> dict[str, MemoryUsage]:
         """Return the usage by phase and reset it."""
-        usages, self._phases = self._phases, {}
+        usages = self._phases
+        self._phases = {}
         return usages
 
 

@@ -15,7 +15,8 @@ class RecordedGroups:
     """Recorded groups that no step has used yet: the records of this rank's share, and the extents of all groups."""
 
     def __init__(self, own: Iterable[Record], all_ranks: Mapping[GroupKey, Extent]) -> None:
-        self._own, self._all = {record.key: record for record in own}, dict(all_ranks)
+        self._own = {record.key: record for record in own}
+        self._all = dict(all_ranks)
 
     @classmethod
     def read(
@@ -28,7 +29,8 @@ class RecordedGroups:
         """
         files = sorted(folder.glob(f"{steps}/*.journal"))
         own = [] if place is None else [r for file in files[place::readers] for r in read_records(file)]
-        rank, by_rank = dist.get_rank(group), all_gather(own, group)
+        rank = dist.get_rank(group)
+        by_rank = all_gather(own, group)
         readers_of = {(r.file, r.offset): reader for reader, records in enumerate(by_rank) for r in records}
         # Sort by time of writing: of two records of an episode, the older record is taken.
         everyones = sorted(chain.from_iterable(by_rank), key=lambda record: (record.file, record.offset))
@@ -41,7 +43,8 @@ class RecordedGroups:
 
         `first`: id of the step's first group; `prompt_of`: launch number -> index and epoch of the prompt.
         """
-        last, taken = max((key[0] for key in self._all), default=-1), dict[int, Record]()
+        last = max((key[0] for key in self._all), default=-1)
+        taken = dict[int, Record]()
         verdicts: list[Verdict] = []
         for number in count():
             admission = admit(verdicts, rule)

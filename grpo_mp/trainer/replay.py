@@ -104,7 +104,8 @@ class ReplayCollector:
 
     def collect(self, state: TrainState, step: int) -> RolloutBatch:
         """Return the groups in this rank's share of the step's files."""
-        job, facts = self.job, self.rollouts.read_facts(step)
+        job = self.job
+        facts = self.rollouts.read_facts(step)
         with self.phases.phase(Phase.SCORE, "replay"):
             files = self.rollouts.files(step)[job.rank :: job.world_size]
             read = [group for file in files for group in read_groups(file)]

@@ -68,7 +68,8 @@ def _checksums(group: dist.ProcessGroup, tensors: dict[str, Tensor]) -> Tensor:
 def checksum(tensor: Tensor) -> Tensor:
     """Return a 64-bit checksum of a tensor: the sum of its elements' bits, each multiplied by a random odd factor."""
     flat = tensor.detach().reshape(-1)
-    bits, factors = flat.view(BITS[flat.element_size()]), _random_factors(flat.device)
+    bits = flat.view(BITS[flat.element_size()])
+    factors = _random_factors(flat.device)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for chunk in bits.split(len(factors)):
         total = total * ODD + (chunk.long() * factors[: len(chunk)]).sum()  # depends on the order of the chunks
@@ -78,5 +79,6 @@ def checksum(tensor: Tensor) -> Tensor:
 @cache
 def _random_factors(device: torch.device) -> Tensor:
     """Return odd numbers, int64 [CHUNK], equal on every rank."""
-    low, high = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
+    low = torch.iinfo(torch.int64).min
+    high = torch.iinfo(torch.int64).max
     return (torch.randint(low, high, (CHUNK,), generator=torch.Generator().manual_seed(0)) | 1).to(device)

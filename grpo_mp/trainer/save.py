@@ -107,7 +107,8 @@ class CheckpointSaver:
 
     def finish(self) -> None:
         """Wait until the last checkpoint is complete; re-raise its error, or PhaseTimeout after the time limit."""
-        save, self._task = self._task, None
+        save = self._task
+        self._task = None
         if not save:
             return
         with self._removing_half(save.folder):
@@ -139,7 +140,8 @@ class CheckpointSaver:
 
     def _begin(self, folder: Path, state: TrainState, before: Callable[[], None]) -> tuple[Written, list[ChunkWriter]]:
         """Create the checkpoint folder, and write the parts that the next step changes before its update."""
-        rank, group = self._policy.parallel.rank, self._policy.parallel.cpu_group
+        rank = self._policy.parallel.rank
+        group = self._policy.parallel.cpu_group
 
         def begin() -> None:
             before()
@@ -170,7 +172,8 @@ class CheckpointSaver:
 
     def _write_rest(self, folder: Path, state: TrainState, first: Written, writers: Sequence[ChunkWriter]) -> None:
         """Write the parts that only an update changes and complete the checkpoint; runs in a thread of each rank."""
-        rank, group = self._policy.parallel.rank, self._group
+        rank = self._policy.parallel.rank
+        group = self._group
 
         def write() -> Written:
             return {**first, **{writer.folder: writer.write() for writer in writers}}
@@ -195,7 +198,8 @@ def export_policy(policy: Policy, folder: Path, like: Path, bucket_bytes: int | 
 
     Every rank writes its share. Memory: a round of `bucket_bytes` on the device, a shard and a tensor on the host.
     """
-    parallel, group = policy.parallel, policy.parallel.cpu_group
+    parallel = policy.parallel
+    group = policy.parallel.cpu_group
     form = BLOCKWISE_FP8 if fp8 else None
     wire = WireFormat(policy.base_params, policy.tp_sizes(), policy.config.params_dtype, form)
     stacks = family_of(policy.hf).stacks_experts
@@ -230,12 +234,14 @@ def export_policy(policy: Policy, folder: Path, like: Path, bucket_bytes: int | 
 
 def export_adapters(policy: Policy, folder: Path, like: Path, bucket_bytes: int | None) -> None:
     """Write the LoRA adapters as a peft folder for the model in `like`."""
-    parallel, lora = policy.parallel, policy.lora
+    parallel = policy.parallel
+    lora = policy.lora
     assert lora
     params = {name: param for name, param in policy.params.items() if name not in policy.base_params}
     wire = WireFormat(params, policy.tp_sizes(), policy.config.params_dtype)
     parts = {name: part for name, part in policy.local_shards().items() if name in params}
-    group, per_node = parallel.cpu_group, parallel.job.ranks_per_node
+    group = parallel.cpu_group
+    per_node = parallel.job.ranks_per_node
     rounds = plan_rounds(
         wire, parts, readers=lambda _: {WHOLE: (0,)}, bucket_bytes=bucket_bytes, group=group, ranks_per_node=per_node
     )

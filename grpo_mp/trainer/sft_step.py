@@ -54,16 +54,19 @@ def pack_samples(data: ChatSet, indices: Sequence[int], max_tokens: int, policy:
     The loss is the mean over all loss tokens of the update.
     """
     lengths, learned = data.sizes[list(indices)].T.tolist()
-    parallel, hidden_size = policy.parallel, policy.config.hidden_size
+    parallel = policy.parallel
+    hidden_size = policy.config.hidden_size
     rule = PackingRule(
         *(parallel.layout, parallel.dp_size, max_tokens, hidden_size),
         pad_multiple=policy.padding_multiple,
         with_mtp=policy.mtp_loss is not None,
     )
     (plan,) = plan_updates(lengths, 1, rule)
-    data_rank, context_rank = parallel.coords.data, parallel.coords.context
+    data_rank = parallel.coords.data
+    context_rank = parallel.coords.context
     samples = {place: data[indices[place]] for place in plan.samples_of(data_rank)}
-    zeros, weights = [0.0] * len(lengths), [1.0 / max(1, sum(learned))] * len(lengths)
+    zeros = [0.0] * len(lengths)
+    weights = [1.0 / max(1, sum(learned))] * len(lengths)
     batches = microbatches(plan, samples, zeros, loss_weights=weights, data_rank=data_rank, context_rank=context_rank)
     return SupervisedBatch(plan, tuple(batches), tuple(lengths), tuple(learned))
 
@@ -96,7 +99,8 @@ def held_out_losses(
                 for output, microbatch in zip(outputs, batch.microbatches if outputs else (), strict=True)
             ]
             sums = reduce_sums(reports, policy.parallel)
-            loss, tokens = loss + sums["loss"] * sum(batch.learned), tokens + sum(batch.learned)
+            loss = loss + sums["loss"] * sum(batch.learned)
+            tokens = tokens + sum(batch.learned)
         yield name, {metric_name("eval/{set}/loss", set=name): loss / tokens}
 
 
@@ -104,7 +108,8 @@ def sft_metrics(
     batch: SupervisedBatch, report: UpdateReport, measured: Mapping[str, float], summary: StepSummary, ranks: int
 ) -> dict[str, float]:
     """Return the SFT metrics of a step. `measured`: metrics of the loss; `ranks`: number of ranks of the job."""
-    tokens, learned = sum(batch.lengths), sum(batch.learned)
+    tokens = sum(batch.lengths)
+    learned = sum(batch.learned)
     return {
         **measured,
         "sft/length/mean": tokens / len(batch.lengths),

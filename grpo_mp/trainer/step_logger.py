@@ -192,7 +192,8 @@ class StepLogger:
     def _speed_metrics(
         self, rollouts: RolloutBatch, batch: StepBatch, summary: StepSummary, logprob_token_count: float
     ) -> dict[str, float]:
-        tokens, seconds = sum(info.total_tokens for info in batch.infos), summary.seconds
+        tokens = sum(info.total_tokens for info in batch.infos)
+        seconds = summary.seconds
         response_tokens = sum(info.response_tokens for info in rollouts.launched)
         # Engines on separate ranks generate during the whole step; a replay has no GENERATE phase.
         generate_s = summary.wall_s if self.parallel.job.engine_ranks else seconds.get("GENERATE")

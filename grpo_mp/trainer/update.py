@@ -32,7 +32,8 @@ def train_step(
 
     The adaptive loss coefficients change after every update that is not skipped.
     """
-    reports, adaptive_coefs = list[UpdateReport](), dict(adaptive_coefs)
+    reports = list[UpdateReport]()
+    adaptive_coefs = dict(adaptive_coefs)
     reduce = partial(sum_over_context, parallel=policy.parallel)
     for update in chain.from_iterable(repeat(updates, epochs)):
         weights = current_coefficients(adaptive_coefs, algorithm)
@@ -53,7 +54,8 @@ def critic_step(
     critic: Critic, updates: Sequence[Sequence[MicroBatch]], settings: CriticConfig, epochs: int
 ) -> list[UpdateReport]:
     """Run `epochs` passes over the step's critic updates; return a report per update."""
-    loss, reports = make_value_loss(settings.cliprange_value), list[UpdateReport]()
+    loss = make_value_loss(settings.cliprange_value)
+    reports = list[UpdateReport]()
     for update in chain.from_iterable(repeat(updates, epochs)):
         report = critic.update(update, loss)
         reports.append(replace(report, measured=reduce_value_losses(report, critic.parallel)))

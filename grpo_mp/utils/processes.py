@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 LAUNCHER_PID = "GRPO_MP_LAUNCHER_PID"  # environment variable: id of the process that started this rank
 DESCENDANTS = "--with-descendants"
 WATCH_INTERVAL_S = 0.5
@@ -113,11 +114,13 @@ def _kill_descendants() -> None:
 def _run(starter: int, folder: str, command: Sequence[str]) -> None:
     """Run `command` as described in `with_descendants`. `starter`: id of the parent process."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
-    ignored, watched = (signal.SIGINT, signal.SIGUSR1), {signal.SIGTERM, signal.SIGCHLD}
+    ignored = (signal.SIGINT, signal.SIGUSR1)
+    watched = {signal.SIGTERM, signal.SIGCHLD}
     for number in ignored:  # the starting process handles these signals
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, watched)
-    child, status = os.fork(), None
+    child = os.fork()
+    status = None
     if not child:
         for number in ignored:
             signal.signal(number, signal.SIG_DFL)

@@ -68,7 +68,8 @@ class Registry(Generic[T]):
                 inspect.signature(extension).bind(**(args or {}))
             except TypeError as error:
                 raise UserError(f"{label}: its arguments: {error}") from error
-            extension, args = extension(**(args or {})), None
+            extension = extension(**(args or {}))
+            args = None
         self._check(extension, label, args or {})
         return cast(T, partial(extension, **args) if args else extension)
 

@@ -154,7 +154,8 @@ class Sample:
         cls, number: int, prompt: Sequence[int], response: Sequence[int], generated: Sequence[bool] = ()
     ) -> Sample:
         zeros = (0,) * len(response)
-        logprobs, mask = tuple(map(float, zeros)), tuple(generated)
+        logprobs = tuple(map(float, zeros))
+        mask = tuple(generated)
         return cls(number, 0, tuple(prompt), tuple(response), logprobs, zeros, truncated=False, generated=mask)
 
     @property

@@ -59,7 +59,8 @@ def comparison_sequences(
     texts = [prompt for prompt in prompts if len(prompt) >= 2] or [(*chain(*prompts), *prompts[0])]
     if number:
         texts = [text[generator.randrange(len(text) - 1) :] for text in generator.sample(texts, len(texts))]
-    chosen, tokens = list[tuple[int, ...]](), 0
+    chosen = list[tuple[int, ...]]()
+    tokens = 0
     for text in texts[:MAX_TEXTS]:
         if len(chosen) >= MIN_TEXTS and tokens >= MIN_TOKENS:
             break

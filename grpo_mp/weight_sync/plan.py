@@ -174,7 +174,8 @@ def group_params(params: Mapping[str, Param]) -> tuple[ParamGroup, ...]:
 
 
 def _param_group(params: Sequence[Param]) -> ParamGroup:
-    expert, divided = params[0].expert, set()
+    expert = params[0].expert
+    divided = set()
     if expert is not None:
         divided = {shape[p.tp_dim] for p in params if p.tp_dim is not None for shape in p.shapes}
     return ParamGroup(tuple(param.name for param in params), expert, tuple(sorted(divided)))

@@ -156,7 +156,8 @@ class IpcTransport:
             else:
                 by_name |= zip([spec.name for spec in specs], unpack(message, specs), strict=True)
             messages[receiver, readers] = dict(zip(readers, message.tensor_split(len(readers)), strict=True))
-        first, second = list[Operation](), list[Operation]()
+        first = list[Operation]()
+        second = list[Operation]()
         for (receiver, _), parts in messages.items():
             for reader, part in parts.items():
                 if self.rank == receiver:

@@ -149,7 +149,8 @@ def build_weight_sync(
     engine: EngineConfig, model: ModelConfig, sync: SyncConfig, shards: PolicyShards, rollout: Rollout, job: Job
 ) -> WeightSync:
     """Plan the sync and link this rank to its engine. The engines must be running."""
-    args, drafts = engine.args, engine.speculative.drafts_by_mtp
+    args = engine.args
+    drafts = engine.speculative.drafts_by_mtp
     form = engine_format(args, shards.hf, cpu=not platform.on_cuda())
     params = engine_params(shards.params, shards.hf, drafts)
     parts = {name: part for name, part in shards.parts.items() if name in params}

@@ -73,7 +73,8 @@ class WireFormat:
 
     def specs(self, piece: Piece) -> list[TensorSpec]:
         """Return the specs of the Hugging Face tensors of a piece, as the engine loads them."""
-        param, (number, total) = self.params[piece.name], piece.slice
+        param = self.params[piece.name]
+        (number, total) = piece.slice
         dim = param.tp_dim
         shapes = [shape if dim is None else _cut(shape, dim, shape[dim] // total) for shape in param.shapes]
         specs = self._specs(param, shapes, self.quantized(param))
@@ -105,7 +106,8 @@ class WireFormat:
 
     def is_whole_blocks(self, name: str) -> bool:
         """Return whether each tensor-parallel part of a parameter is one range, and of whole blocks if quantized."""
-        param, count = self.params[name], self.parts(name)
+        param = self.params[name]
+        count = self.parts(name)
         if count == 1 or param.tp_dim is None or not self.format:
             return True
         block = self.format.block[param.tp_dim]
@@ -150,7 +152,8 @@ class WireFormat:
 
         Rows outside the slice and the padding of the vocabulary are left out.
         """
-        param, (number, total) = self.params[shard.name], shard.slice
+        param = self.params[shard.name]
+        (number, total) = shard.slice
         if param.tp_dim is None:
             return [(0, 0)] * len(param.hf)
         kept = []
@@ -160,7 +163,8 @@ class WireFormat:
                 kept.append((0, sum(stop - start for start, stop in held)))
                 continue
             size = shape[param.tp_dim] // total
-            start, stop = max(held[0][0], number * size), min(held[0][1], (number + 1) * size)
+            start = max(held[0][0], number * size)
+            stop = min(held[0][1], (number + 1) * size)
             kept.append((start - held[0][0], stop - start))
         return kept
 

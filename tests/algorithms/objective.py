@@ -29,7 +29,8 @@ from grpo_mp.batching.packing import pack
 from grpo_mp.utils.types import MicroBatch, Sample, SampleInfo
 
 Values = NDArray[np.float32]
-PROMPT_TOKENS, LIMIT = 3, 50  # LIMIT: max_response_tokens
+PROMPT_TOKENS = 3  # LIMIT: max_response_tokens
+LIMIT = 50
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,8 @@ def _sample_terms(update: UpdateData, i: int, new: Tensor, advantage: float, alg
 def _policy_loss(
     new: Tensor, old: Tensor, correction: Tensor, advantage: float, algorithm: AlgorithmConfig, positive: float
 ) -> Tensor:
-    low, high = 1 - algorithm.clip.low, 1 + algorithm.clip.high
+    low = 1 - algorithm.clip.low
+    high = 1 + algorithm.clip.high
     ratio = _ratio(new, old, algorithm)
     if algorithm.policy_loss == "clip":
         bounded = ratio if algorithm.clip.dual_clip is None else torch.clamp(ratio, max=algorithm.clip.dual_clip)
@@ -157,7 +159,8 @@ def _policy_loss(
     if algorithm.policy_loss == "clip_positive":
         return -torch.min(ratio * advantage, torch.clamp(ratio, low, high) * advantage) - 0.1 * positive * new
     if algorithm.policy_loss.startswith("dppo"):
-        p, q = new.detach().exp(), old.exp()
+        p = new.detach().exp()
+        q = old.exp()
         if algorithm.policy_loss == "dppo_tv":
             inside = p - q <= algorithm.clip.high if advantage > 0 else q - p <= algorithm.clip.low
         else:  # verl's 1e-8
@@ -243,7 +246,9 @@ def _aggregate(terms: Tensor, lengths: Sequence[int], algorithm: AlgorithmConfig
 
 
 def _advantage(update: UpdateData, sample: int, algorithm: AlgorithmConfig) -> float:
-    settings, reward, rewards = algorithm.advantage, update.rewards[sample], np.array(update.rewards)
+    settings = algorithm.advantage
+    reward = update.rewards[sample]
+    rewards = np.array(update.rewards)
     group = rewards[np.array(update.groups) == update.groups[sample]]
     subtracts = settings.baseline not in ("none", "critic", "optimal_token")  # these are subtracted later
     compares = subtracts or settings.baseline == "optimal_token"

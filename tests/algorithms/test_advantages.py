@@ -71,7 +71,9 @@ def tolerances(rewards: Sequence[float], scaled: bool) -> dict[str, float]:
     mean's error. The gain is divided by no less than EPS, so that relative to it the deviation is off by its error
     over EPS. Twice each, for both sides.
     """
-    unit, count, largest = 2.0**-53, len(rewards), max(map(abs, rewards), default=0.0)
+    unit = 2.0**-53
+    count = len(rewards)
+    largest = max(map(abs, rewards), default=0.0)
     mean = (count + 1) * unit * largest
     deviation = (count / 2 + 2) * unit * 1.5 * largest + mean
     return {
@@ -82,7 +84,8 @@ def tolerances(rewards: Sequence[float], scaled: bool) -> dict[str, float]:
 
 @given(GROUPED_REWARDS, KINDS)
 def test_any_rewards_in_any_groups(samples: list[tuple[int, float]], kind: tuple[str, str]) -> None:
-    group_ids, rewards = [group for group, _ in samples], [reward for _, reward in samples]
+    group_ids = [group for group, _ in samples]
+    rewards = [reward for _, reward in samples]
     baseline, scale = kind
     if scale == "group_mean":
         rewards = [abs(reward) for reward in rewards]
@@ -114,7 +117,8 @@ def test_a_group_without_difference_is_exactly_zero(reward: float, size: int, ba
 
 def test_missing_parts_and_zero_std_groups_count_nothing() -> None:
     parts = [{"a": 1.0}, {"a": 0.0}, {"a": 1.0, "b": 3.0}]
-    samples, config = sample_infos([0, 0, 0], parts), AdvantageConfig()
+    samples = sample_infos([0, 0, 0], parts)
+    config = AdvantageConfig()
     only_a = estimate_decoupled(samples, config, {"a": 1.0})
     assert estimate_decoupled(samples, config, {"a": 1.0, "b": 1.0}) == only_a
     assert estimate_decoupled(sample_infos([0, 0, 0], [{"a": 1.0}] * 3), config, {"a": 1.0}) == (0.0, 0.0, 0.0)
@@ -156,10 +160,12 @@ UNSCORED = -99.0  # what an unscored sample happens to hold as its reward
 )
 def test_samples_without_a_reward_count_nowhere(settings: dict[str, str]) -> None:
     """Neither in mean, deviation, leave-one-out nor batch: the others are as if they had not been drawn."""
-    ids, rewards = [3, 3, 3, 3, 5, 5, 5, 8, 8], [1.0, 0.0, UNSCORED, 0.5, UNSCORED, 2.0, 1.5, UNSCORED, UNSCORED]
+    ids = [3, 3, 3, 3, 5, 5, 5, 8, 8]
+    rewards = [1.0, 0.0, UNSCORED, 0.5, UNSCORED, 2.0, 1.5, UNSCORED, UNSCORED]
     parts = [{} if reward == UNSCORED else {"answer": reward, "boxed": reward**2} for reward in rewards]
     parts[2] = {"boxed": 7.0}  # the other term failed, so nothing of this sample counts
-    advantage, weights = AdvantageConfig.model_validate(settings), {"answer": 1.0, "boxed": 0.5}
+    advantage = AdvantageConfig.model_validate(settings)
+    weights = {"answer": 1.0, "boxed": 0.5}
     infos = [
         replace(info, is_scored=info.reward != UNSCORED) for info in sample_infos(ids, parts=parts, rewards=rewards)
     ]
@@ -186,7 +192,8 @@ def test_rewards_of_steps_count_where_the_answer_has_none() -> None:
 
 def test_pass_at_k_rewards_the_lead_of_the_best_sample() -> None:
     """The advantage of a sample is what the group's maximum would lose without it (arXiv 2503.19595, eq. 6)."""
-    ids, rewards = [0, 1, 0, 0, 1, 2, 3, 3], [0.2, 1.0, 0.9, 0.5, 1.0, 0.7, 0.0, 1.0]
+    ids = [0, 1, 0, 0, 1, 2, 3, 3]
+    rewards = [0.2, 1.0, 0.9, 0.5, 1.0, 0.7, 0.0, 1.0]
     groups = {number: [i for i, other in enumerate(ids) if other == number] for number in ids}
     expected = [
         max(rewards[j] for j in groups[number]) - max(rewards[j] for j in groups[number] if j != i)

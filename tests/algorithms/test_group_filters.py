@@ -4,7 +4,8 @@ from grpo_mp.algorithms.selection import load_group_filter
 from grpo_mp.algorithms.settings import FilterConfig
 from grpo_mp.utils.types import SampleInfo
 
-BY_REWARD, BY_ACCURACY = load_group_filter(FilterConfig()), load_group_filter(FilterConfig(metric="accuracy"))
+BY_REWARD = load_group_filter(FilterConfig())
+BY_ACCURACY = load_group_filter(FilterConfig(metric="accuracy"))
 
 
 def group_of(*rewards: float) -> list[SampleInfo]:

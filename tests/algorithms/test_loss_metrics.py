@@ -35,8 +35,10 @@ def by_numpy(update: UpdateData) -> dict[str, Any]:
     rewards = np.array(update.rewards)
     mean = np.array([rewards[np.array(GROUPS) == group].mean() for group in GROUPS])
     advantages = np.repeat(rewards - mean, update.lengths)
-    ratio, difference = np.exp(new - old), np.abs(new - rollout)
-    high, low = (ratio > 1.25) & (advantages > 0), (ratio < 0.9) & (advantages < 0)
+    ratio = np.exp(new - old)
+    difference = np.abs(new - rollout)
+    high = (ratio > 1.25) & (advantages > 0)
+    low = (ratio < 0.9) & (advantages < 0)
     return {
         "train/loss": objective(update, ALGORITHM).loss,
         "train/pg_loss": objective(update, ALGORITHM.model_copy(update={"kl": AlgorithmConfig().kl})).loss,
@@ -87,7 +89,8 @@ def test_ratios_follow_the_algorithm_and_kl_is_per_token(ratio: str, log_ratio_s
     weights = np.exp(logs - logs.max())
     algorithm = AlgorithmConfig.model_validate({"ratio": ratio, "kl": {"coef": 0.1, "level": "sequence"}})
     actual = report(update, 10_000, algorithm=algorithm)
-    reference, new = np.concatenate(update.reference).astype(np.float64), np.concatenate(update.logprobs)
+    reference = np.concatenate(update.reference).astype(np.float64)
+    new = np.concatenate(update.logprobs)
     assert actual["train/ratio/max"] == pytest.approx(np.exp(logs.max()), rel=1e-5)
     assert actual["train/ess"] == pytest.approx(weights.sum() ** 2 / (weights**2).sum() / len(weights), rel=1e-5)
     assert actual["train/ppo_kl"] == pytest.approx(-np.concatenate(log_ratios).mean(), rel=1e-5)

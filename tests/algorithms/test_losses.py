@@ -97,7 +97,9 @@ def run(
 ) -> tuple[float, list[Tensor], Any]:
     """Loss summed over micro-batches, gradient [T] of each, and the reports."""
     loss = loss_of(algorithm)
-    total, gradients, reports = 0.0, [], []
+    total = 0.0
+    gradients = []
+    reports = []
     for batch, values in zip(batches, logprobs, strict=True):
         leaf = values.clone().requires_grad_()
         value, report = loss(leaf, torch.ones_like(leaf), batch)
@@ -228,14 +230,16 @@ def test_the_mean_gradient_of_each_estimate_of_the_kl() -> None:
 def verl_gradients(update: UpdateData, loss: str, high: float) -> list[Tensor]:
     """The gradients of verl's gspo and gmpo with truncated token weights, as its core_algos.py defines them."""
     assert update.old is not None
-    leaves, total = [], torch.zeros((), dtype=torch.float64)
+    leaves = []
+    total = torch.zeros((), dtype=torch.float64)
     rewards = torch.tensor(update.rewards, dtype=torch.float64)
     for i, values in enumerate(update.logprobs):
         new = torch.from_numpy(values).double().requires_grad_()
         old, rollout = (torch.from_numpy(part[i]).double() for part in (update.old, update.rollout))
         group = torch.tensor([other == update.groups[i] for other in update.groups])
         advantage = (rewards[i] - rewards[group].mean()) / (rewards[group].std() + 1e-4)
-        weights, log_ratio = (old - rollout).exp().clamp(max=high), new - old
+        weights = (old - rollout).exp().clamp(max=high)
+        log_ratio = new - old
         if loss == "gspo":
             ratio = (log_ratio.detach().mean() + new - new.detach()).exp()
             losses = -torch.minimum(ratio * advantage, ratio.clamp(1 - 3e-4, 1 + 4e-4) * advantage) * weights
@@ -263,7 +267,8 @@ LIMIT = 6000
 
 
 def weights(samples: list[tuple[int, bool]], aggregation: str, **changes: float) -> list[list[float]]:
-    lengths, in_loss = [length for length, _ in samples], [included for _, included in samples]
+    lengths = [length for length, _ in samples]
+    in_loss = [included for _, included in samples]
     algorithm = AlgorithmConfig.model_validate({"aggregation": aggregation, **changes})
     by_sample = token_weights(lengths, in_loss, algorithm, LIMIT)
     return [torch.as_tensor(w, dtype=torch.float64).expand(n).tolist() for n, w in zip(lengths, by_sample, strict=True)]
@@ -271,7 +276,8 @@ def weights(samples: list[tuple[int, bool]], aggregation: str, **changes: float)
 
 @given(SAMPLES)
 def test_each_weight_follows_its_formula(samples: list[tuple[int, bool]]) -> None:
-    count, tokens = len(samples), sum(length for length, included in samples if included)
+    count = len(samples)
+    tokens = sum(length for length, included in samples if included)
     formulas = {
         "sequence_mean": lambda n: Fraction(1, count * n),
         "token_mean": lambda n: Fraction(1, tokens),
@@ -284,7 +290,9 @@ def test_each_weight_follows_its_formula(samples: list[tuple[int, bool]]) -> Non
 
 
 def test_the_control_token_has_a_weight_of_its_own() -> None:
-    (long, short), alpha, count = weights([(4, True), (1, True)], "decoupled"), 0.001, 2
+    (long, short) = weights([(4, True), (1, True)], "decoupled")
+    alpha = 0.001
+    count = 2
     assert long == pytest.approx([alpha / count] + [1 / (3 * count)] * 3)
     assert short == pytest.approx([alpha / count])
 

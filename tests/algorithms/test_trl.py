@@ -45,7 +45,8 @@ if not torch.cuda.is_available():
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
-LENGTHS, GROUP_SIZE = (1, 9, 2, 30, 17, 4, 4, 1), 4
+LENGTHS = (1, 9, 2, 30, 17, 4, 4, 1)
+GROUP_SIZE = 4
 GROUPS = [number // GROUP_SIZE for number in range(len(LENGTHS))]
 CLIP = {"low": 0.1, "high": 0.25}
 LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # loss_type -> our parts, TRL's attributes
@@ -116,16 +117,19 @@ class Trl:
         self.old = padded(update.old) if update.old else self.logprobs.detach()
         if algorithm.ratio == "sequence_token":
             # TRL has no such level any more: with these old logprobs its token ratio is sg(s) pi / sg(pi).
-            logprobs, mask = self.logprobs.detach(), self.mask
+            logprobs = self.logprobs.detach()
+            mask = self.mask
             means = ((logprobs - self.old) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
             self.old = logprobs - means
         self.advantages = torch.tensor(advantages, dtype=torch.float64)
         self.reference = padded(update.reference) if update.reference else None
-        self.attributes, self.algorithm = attributes, algorithm
+        self.attributes = attributes
+        self.algorithm = algorithm
         self.trainer = self._make_trainer()
 
     def _make_trainer(self) -> SimpleNamespace:
-        algorithm, attributes = self.algorithm, self.attributes
+        algorithm = self.algorithm
+        attributes = self.attributes
         trainer = SimpleNamespace(
             _get_per_token_logps_and_entropies=lambda *_, **__: (self.logprobs, attributes["entropies"], None),
             _metrics=self.logged,
@@ -207,11 +211,13 @@ def compare(parts: dict[str, Any], first_update: bool = False, seed: int = 3, **
     trl = Trl(update, algorithm, advantages, entropies=padded(entropies), **attributes)
     expected, expected_gradient = trl.loss()
 
-    token_entropies, floor = torch.cat(entropies), -math.inf
+    token_entropies = torch.cat(entropies)
+    floor = -math.inf
     if (share := algorithm.entropy.top_quantile) < 1:
         floor = float(token_entropies.quantile(1 - share))
         token_entropies = token_entropies[token_entropies >= floor]
-    batch.entropy_floor, batch.entropy_weight = floor, 1 / len(token_entropies)
+    batch.entropy_floor = floor
+    batch.entropy_weight = 1 / len(token_entropies)
     entropy = scatter_responses([entropies[i] for i in batch.sample_ids], batch)
     leaf = logprobs.requires_grad_()
     loss, report = loss_of(algorithm)(leaf, entropy, batch)
@@ -340,7 +346,8 @@ def test_rewards_normalized_before_they_are_summed(missing: float) -> None:
     rewards = torch.rand(24, 2, generator=generator, dtype=torch.float64)
     rewards[torch.rand(24, 2, generator=generator) < missing] = torch.nan
     rewards[rewards.isnan().all(1)] = 0.5
-    weights, ids = torch.tensor([2.0, 0.5], dtype=torch.float64), [number // GROUP_SIZE for number in range(24)]
+    weights = torch.tensor([2.0, 0.5], dtype=torch.float64)
+    ids = [number // GROUP_SIZE for number in range(24)]
     expected = trl_advantages(rewards, weights, "group", "normalize_then_sum")
     parts = [{n: v for n, v in zip("ab", row, strict=True) if not math.isnan(v)} for row in rewards.tolist()]
     actual = estimate_decoupled(sample_infos(ids, parts), AdvantageConfig(), {"a": 2.0, "b": 0.5})

@@ -33,7 +33,9 @@ if not torch.cuda.is_available():
     runpy.run_path(str(Path(grpo_mp.platform.__file__).parent / "engine_site" / "sitecustomize.py"))
 ppo_trainer = pytest.importorskip("trl.trainer.ppo_trainer", reason="this TRL has no PPO")
 
-SAMPLES, TOKENS, CLIP_VALUE = 8, 11, 0.2
+SAMPLES = 8
+TOKENS = 11
+CLIP_VALUE = 0.2
 TOLERANCE = 1e-7  # TRL whitens by the root of variance + 1e-8, here it is standard deviation + 1e-8
 ADVANTAGES = ("logr = ref_logprobs - logprobs", "advantages = torch.masked_fill(advantages, padding_mask, 0)")
 LOSSES = ("new_logprobs = torch.masked_fill(", "loss = pg_loss + args.vf_coef * vf_loss")
@@ -53,8 +55,10 @@ class Trl:
     """A batch of TRL's in float64: of each sample's tokens old, new and reference logprobs, old and new values."""
 
     def __init__(self, draw: Callable[[], Tensor], scores: Tensor, gamma: float, lam: float) -> None:
-        self.values, self.learned = draw(), draw().requires_grad_()
-        self.logprobs, self.ref_logprobs = draw(), draw()
+        self.values = draw()
+        self.learned = draw().requires_grad_()
+        self.logprobs = draw()
+        self.ref_logprobs = draw()
         self.new_logprobs = (self.logprobs + 0.3 * draw()).requires_grad_()
         self.args = SimpleNamespace(
             kl_estimator="k1", kl_coef=0.05, whiten_rewards=False, gamma=gamma, lam=lam, vf_coef=0.1, cliprange=0.2
@@ -116,13 +120,15 @@ def test_an_update_is_trls(parallel: Parallel, gamma: float, lam: float, max_tok
     assert_rows(updates[0], "returns", trl.names["returns"])
     ((*whitened,),) = whiten(updates, parallel)
     assert_rows(whitened, "advantages", trl.names["advantages"])
-    total_policy, total_value = 0.0, 0.0
+    total_policy = 0.0
+    total_value = 0.0
     for batch in whitened:
         new, values = (packed(of, batch).requires_grad_() for of in (trl.new_logprobs.detach(), trl.learned.detach()))
         policy_loss, _ = loss_of(algorithm)(new, torch.zeros_like(new), batch)
         value_loss, _ = make_value_loss(CLIP_VALUE)(values, batch)
         (policy_loss + value_loss).backward()
-        total_policy, total_value = total_policy + policy_loss.item(), total_value + value_loss.item()
+        total_policy = total_policy + policy_loss.item()
+        total_value = total_value + value_loss.item()
         for gradient, expected in ((new.grad, trl.new_logprobs.grad), (values.grad, trl.learned.grad)):
             assert gradient is not None
             assert expected is not None

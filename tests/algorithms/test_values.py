@@ -32,7 +32,8 @@ def advantages(rewards: list[float], values: list[float], gamma: float, lam: flo
 @given(TOKENS, DISCOUNTS, LAMBDAS)
 def test_advantages_are_the_sums_of_equation_16(tokens: list[tuple[float, float]], gamma: float, lam: float) -> None:
     """A_t = sum over l of (gamma lambda)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t (Schulman et al., 2016)."""
-    rewards, values = [float(np.float32(r)) for r, _ in tokens], [float(np.float32(v)) for _, v in tokens]
+    rewards = [float(np.float32(r)) for r, _ in tokens]
+    values = [float(np.float32(v)) for _, v in tokens]
     following = [*values[1:], 0.0]
     deltas = [r + gamma * after - v for r, v, after in zip(rewards, values, following, strict=False)]
     expected = [
@@ -70,7 +71,9 @@ def batch_of(mask: list[float], weights: list[float], old: list[float], returns:
 
 def test_the_value_loss_is_the_larger_square_and_its_gradient_stops_at_the_clip() -> None:
     """Each token: 1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2); the derivative of the chosen one."""
-    draw, clip, count = random.Random(0), 0.25, 60
+    draw = random.Random(0)
+    clip = 0.25
+    count = 60
     new, old, returns = ([draw.uniform(-1, 1) for _ in range(count)] for _ in range(3))
     mask = [float(draw.random() < 0.7) for _ in range(count)]
     weights = [draw.random() * m for m in mask]
@@ -78,7 +81,9 @@ def test_the_value_loss_is_the_larger_square_and_its_gradient_stops_at_the_clip(
     values = torch.tensor(new, dtype=torch.float64, requires_grad=True)
     loss, sums = make_value_loss(clip)(values, batch_of(mask, weights, old, returns))
     loss.backward()
-    expected_loss, clipped, gradient = 0.0, 0, []
+    expected_loss = 0.0
+    clipped = 0
+    gradient = []
     old = torch.tensor(old).double().tolist()  # as float32 has them
     for m, w, v, o, r in zip(mask, weights, new, old, returns, strict=True):
         near = min(max(v, o - clip), o + clip)
@@ -104,7 +109,8 @@ def test_metrics_are_those_of_numpy_over_response_tokens() -> None:
     sums = dict(zip(RETURN_SUMS, return_sums(halves).tolist(), strict=True))
     metrics = value_metrics({"value_loss": 0.75, "vf_clipped": 3.0, "tokens": 12.0}, sums)
     own = np.array(mask) > 0
-    v, r = np.float64(np.float32(values))[own], np.array(returns)[own]
+    v = np.float64(np.float32(values))[own]
+    r = np.array(returns)[own]
     assert metrics == pytest.approx(
         {
             "critic/value_loss": 0.75,

@@ -102,7 +102,8 @@ def with_value(name: str, value: Any) -> dict[str, Any]:
     settings: dict[str, Any] = yaml.safe_load(GOOD)
     settings["data"]["train"] = {"NAME": {"path": "x"}}
     *path, last = name.split(".")
-    section, here = settings, ""
+    section = settings
+    here = ""
     for part in path:
         here = f"{here}.{part}".removeprefix(".")
         section = section.setdefault(part, deepcopy(NEEDED.get(here, {})))
@@ -261,7 +262,8 @@ def test_matrices_that_fp8_products_cannot_read(tmp_path: Path, monkeypatch: pyt
     training = TrainingConfig(fp8_format="e4m3")
     for width, tensor in ((264, 1), (272, 2)):
         make_tiny(tmp_path, "qwen3", make_tokenizer(["apples"]), num_hidden_layers=1, intermediate_size=width)
-        hf, model = HfConfig.read(tmp_path), ModelConfig(path=tmp_path, dtype="bfloat16")
+        hf = HfConfig.read(tmp_path)
+        model = ModelConfig(path=tmp_path, dtype="bfloat16")
         sentence = refused(partial(check_policy, hf, model, LayoutConfig(tensor=tensor), training, tensor))
         assert f"layout.tensor={tensor} a rank holds 128 x {width // tensor} elements of" in sentence
 

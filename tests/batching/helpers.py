@@ -9,7 +9,8 @@ def join_context(parts: Sequence[torch.Tensor], lengths: Sequence[int]) -> torch
     """Join the ranks' values: of each sequence, rank r has the r-th chunk from its start and the r-th from its end."""
     if len(parts) == 1:
         return parts[0]
-    joined, start = [], 0
+    joined = []
+    start = 0
     for length in lengths:
         size = length // (2 * len(parts))
         chunks = [part[start : start + 2 * size].split(size) for part in parts]

@@ -30,12 +30,15 @@ def make_infos(*groups: tuple[float, ...], first: int = 10) -> list[SampleInfo]:
     ]
 
 
-SAME, MIXED = (1.0, 1.0), (0.0, 1.0)
+SAME = (1.0, 1.0)
+MIXED = (0.0, 1.0)
 
 
 def run_to_end(kept: Sequence[bool], rule: AdmissionRule, draw: Callable[[int], int]) -> tuple[Admission, list[int]]:
     """Launch what the rule allows and finish one running group after the other, by `draw`; return what was launched."""
-    verdicts, running, launched = list[Verdict](), list[int](), list[int]()
+    verdicts = list[Verdict]()
+    running = list[int]()
+    launched = list[int]()
     while not (admission := admit(verdicts, rule)).done:
         launched += range(len(launched), min(admission.launch_limit, len(kept)))
         running = [number for number in launched if number not in dict(verdicts)]
@@ -86,7 +89,8 @@ def test_no_group_begins_more_steps_early_than_is_allowed(needed: int, max_stale
 
 def test_length_bias_counts_groups_past_their_limit_or_says_that_it_knows_nothing() -> None:
     """A long group was aborted and the short one is trained on: that is no 1.0."""
-    short, long = make_infos(MIXED), [replace(info, response_tokens=20, finished=False) for info in make_infos(MIXED)]
+    short = make_infos(MIXED)
+    long = [replace(info, response_tokens=20, finished=False) for info in make_infos(MIXED)]
     long = [replace(info, group_id=11) for info in long]
     assert length_bias([*short, *long], {10}, {11}) == 5 / 12.5
     assert math.isnan(length_bias(short, {10}, {11}))

@@ -24,7 +24,9 @@ from grpo_mp.utils.types import MicroBatch, Sample, SampleInfo
 from tests.algorithms.objective import draw_update, loss_of, to_microbatches
 from tests.minimal_settings import MINIMAL_SETTINGS
 
-LENGTHS, ADVANTAGES, WEIGHTS = (4, 3, 20), (1.0, -1.0, 50.0), (0.25, 0.25, 0.0)  # the last is left out
+LENGTHS = (4, 3, 20)  # the last is left out
+ADVANTAGES = (1.0, -1.0, 50.0)
+WEIGHTS = (0.25, 0.25, 0.0)
 TRAINED = torch.tensor([1.0] * 4 + [-1.0] * 3, dtype=torch.float64)
 
 
@@ -88,9 +90,11 @@ def test_which_samples_are_left_out(algorithm: dict[str, Any], info: dict[str, A
 
 def test_a_response_that_drifted_is_left_out_as_a_whole() -> None:
     """By the mean of its tokens' advantages, which a critic or a teacher gives."""
-    negative, positive = torch.tensor([0.5, -2.0, 0.2, -0.1]), torch.tensor([-0.5, 2.0, -0.2])
+    negative = torch.tensor([0.5, -2.0, 0.2, -0.1])
+    positive = torch.tensor([-0.5, 2.0, -0.2])
     batch = packed(negative, positive, 0.0)
-    drift, sequences = batch.mask.double() * -3.0, Sequences.from_batch(batch, lambda sums: sums)
+    drift = batch.mask.double() * -3.0
+    sequences = Sequences.from_batch(batch, lambda sums: sums)
     kept = off_policy_mask(drift, torch.zeros_like(drift), batch.advantages, sequences, limit=1.0)
     of_sequence = [kept[(batch.sequence_index == i) & batch.mask.bool()] for i in range(3)]
     by_sample = dict(zip(batch.sample_ids, (values.tolist() for values in of_sequence), strict=True))

@@ -17,7 +17,9 @@ from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import coordinates
 from grpo_mp.utils.types import Prompt, Sample, SampleGroup
 
-LAYERS, TOPK, GROUP = 3, 2, 4
+LAYERS = 3
+TOPK = 2
+GROUP = 4
 
 
 def experts_of(tokens: tuple[int, ...], dtype: type) -> np.ndarray:
@@ -28,7 +30,8 @@ def experts_of(tokens: tuple[int, ...], dtype: type) -> np.ndarray:
 
 def make_groups(dtype: type) -> list[SampleGroup]:
     """Five groups with a prompt of their own; the second group, and a sample of the third, came without experts."""
-    groups, token = [], 0
+    groups = []
+    token = 0
     for group in range(5):
         prompt = tuple(range(token, token + 2 + group))
         token += len(prompt)
@@ -47,7 +50,8 @@ def make_groups(dtype: type) -> list[SampleGroup]:
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16])
 @pytest.mark.parametrize("shares", [False, True])
 def test_rows_have_the_experts_of_their_tokens(one_rank_group: dist.ProcessGroup, shares: bool, dtype: type) -> None:
-    groups, layout = make_groups(dtype), LayoutConfig()
+    groups = make_groups(dtype)
+    layout = LayoutConfig()
     samples = dict(enumerate(sample for group in groups for sample in group.samples))
     infos = all_gather_sample_info(groups, one_rank_group)
     lengths = [info.total_tokens for info in infos]
@@ -80,7 +84,9 @@ def test_rows_have_the_experts_of_their_tokens(one_rank_group: dist.ProcessGroup
 
 def test_a_rank_holds_its_share_and_a_token_crosses_the_network_once() -> None:
     """configs/moe_671b.yaml: 16 nodes of 8 ranks, one engine on the first; its first stage has one layer of experts."""
-    layout, world_size, topk = LayoutConfig(tensor=4, pipeline=16, context=2, expert=8), 128, 8
+    layout = LayoutConfig(tensor=4, pipeline=16, context=2, expert=8)
+    world_size = 128
+    topk = 8
     counts = [1, 3, 3, *[4] * 12, 3]  # layers of experts by stage
     stages = np.split(np.arange(58), np.cumsum(counts)[:-1])
     lengths = [300, 700, 1500, 2500, 4000, 6000]

@@ -40,7 +40,8 @@ def pack_all(samples: list[Sample], layout: LayoutConfig, dp_size: int, max_toke
 
 def attended_tokens(batch: MicroBatch, sequence: int) -> list[int]:
     """Return the tokens that a sequence attends to, in order: its prompt, then its own."""
-    start, prompt = sum(batch.lengths[:sequence]), batch.prompt_rows[sequence]
+    start = sum(batch.lengths[:sequence])
+    prompt = batch.prompt_rows[sequence]
     own_tokens = batch.tokens[start : start + batch.lengths[sequence]]
     return [*batch.tokens[prompt.start : prompt.start + prompt.count].tolist(), *own_tokens.tolist()]
 

@@ -19,14 +19,16 @@ LAYOUTS = [
     LayoutConfig(tensor=tensor, context=context, pipeline=pipeline, virtual_pipeline=virtual)
     for tensor, context, (pipeline, virtual) in product((1, 2, 4), (1, 2), ((1, None), (2, None), (2, 2), (4, 3)))
 ]
-MAX_TOKENS, HIDDEN = 48, 64
+MAX_TOKENS = 48
+HIDDEN = 64
 
 
 def make_samples(count: int, seed: int) -> list[Sample]:
     draw = random.Random(seed)
     samples = []
     for number in range(count):
-        prompt, response = draw.randint(1, 10), draw.randint(1, 40)
+        prompt = draw.randint(1, 10)
+        response = draw.randint(1, 40)
         tokens = tuple(range(1000 * number, 1000 * number + prompt + response))
         logprobs = (0.0,) * response
         teacher = tuple(float(-token) for token in tokens[prompt:])

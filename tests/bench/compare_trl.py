@@ -30,7 +30,8 @@ from tests.bench.workload import SMOLLM2, describe, make_workload, read_sizes
 
 TINY = ("qwen3_moe", "deepseek_v3")
 RANKS = {SMOLLM2: 1}  # ours; 2 of others
-TRL, TRL_PROCESSES = "tests.bench.run_trl", (1, 2)  # two threads in all
+TRL = "tests.bench.run_trl"  # two threads in all
+TRL_PROCESSES = (1, 2)
 CORES = 2
 TimeOurs = Callable[[Path, int, int], tuple[list[float], dict[str, float]]]  # seconds of steps, and of their phases
 
@@ -56,7 +57,8 @@ def workloads(text: str | None, families: Sequence[str] = TINY) -> Iterator[tupl
 
 def compare(folder: Path, family: str, given: argparse.Namespace, time_ours: TimeOurs, *options: str) -> None:
     """Run every side; prints a line for each, ours with its ratio to the better of TRL's, which gets `options`."""
-    best, samples = math.inf, read_sizes(folder).samples
+    best = math.inf
+    samples = read_sizes(folder).samples
     for processes in TRL_PROCESSES:
         result = folder / f"trl_{processes}.json"
         micro_batch = min(given.micro_batch, samples // processes)

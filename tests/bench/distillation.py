@@ -33,7 +33,8 @@ from tools.tiny.models import make_tiny, make_tokenizer
 TUNED = (("2e-4", 16), ("3e-4", 16), ("5e-4", 16), ("5e-4", 32), ("1e-3", 32))  # rate, batch size
 TASK = ("--largest", "999", "--kinds", "add", "subtract", "two_steps", "--train", "20000", "--slips", "0")
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "head_dim": 16, "intermediate_size": 128}  # of the student
-TEACHER_TARGET, STUDENT_TARGET = 0.85, 0.25  # probability of a held-out worked answer that ends the cold start
+TEACHER_TARGET = 0.85  # probability of a held-out worked answer that ends the cold start
+STUDENT_TARGET = 0.25
 MAX_RESPONSE_TOKENS = 96  # of an answer
 Score = tuple[float, float]  # accuracy and its standard error
 
@@ -62,7 +63,8 @@ def main() -> None:
 
 def compare(given: argparse.Namespace, seed: int) -> tuple[Score, Score]:
     seed_folder = given.out / f"seed{seed}"
-    given.seed, given.out = seed, seed_folder / f"{given.steps}x{given.prompts}"
+    given.out = seed_folder / f"{given.steps}x{given.prompts}"
+    given.seed = seed
     given.data = given.data or seed_folder / "data"
     given.teacher = given.teacher or make_teacher(seed_folder, seed)
     given.student = given.student or make_student(seed_folder, seed)
@@ -106,7 +108,8 @@ def make_teacher(seed_folder: Path, seed: int) -> Path:
 
 
 def make_student(seed_folder: Path, seed: int) -> Path:
-    folder, begin = seed_folder / "student", seed_folder / "student_random"
+    folder = seed_folder / "student"
+    begin = seed_folder / "student_random"
     if not (folder / "config.json").exists():
         make_tiny(begin, "qwen3", make_tokenizer(vocabulary_words()), seed, **SHAPE)
         examples = (seed_folder / "data" / name for name in FILES)
@@ -132,7 +135,8 @@ def distill(given: argparse.Namespace, passes: int) -> Score:
 
 
 def fine_tune(given: argparse.Namespace, rate: str, batch_size: int, passes: int) -> Score:
-    answers, folder = given.out / "answers", given.out / f"fine_tuned_{rate}_{batch_size}_{passes}"
+    answers = given.out / "answers"
+    folder = given.out / f"fine_tuned_{rate}_{batch_size}_{passes}"
     if not (answers / "samples.parquet").exists():
         drawn = [f"sample.max_prompts={given.prompts * given.steps}", f"run.seed={given.seed}", *data(given)]
         drawn += ["--model", str(given.teacher), "--samples", "1", "--out", str(answers)]

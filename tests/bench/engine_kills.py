@@ -33,7 +33,8 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        tiny, run = make_tiny_run(folder), folder / "run"
+        tiny = make_tiny_run(folder)
+        run = folder / "run"
         own = [] if given.schedule == "colocated" else ["engine.ranks=1", "layout={}"]
         settings = [str(tiny.config), f"run.folder={run}", f"schedule={given.schedule}", *own, "run.steps=100000"]
         settings += ["run.eval_every=2", "run.export=false", "data.shuffle=false", f"engine.max_restarts={given.kills}"]
@@ -43,8 +44,10 @@ def main() -> None:
             for number in range(given.kills):
                 _kill_one(job, run, number, phases, engines=1 if own else 2)
             job.signal(signal.SIGTERM, rank=0)
-            status, survived = job.wait(), job.err.count("it is started again")
-            left, (done, wrong) = job.left(), _count_steps(run, tiny.train)
+            status = job.wait()
+            survived = job.err.count("it is started again")
+            left = job.left()
+            (done, wrong) = _count_steps(run, tiny.train)
             print(f"{survived} of {given.kills} survived; exit status {status}; processes left: {len(left)}")
             print(f"steps: {done}, {wrong} of them with lost or doubled groups")
             if survived < given.kills or status or left or wrong:
@@ -55,7 +58,8 @@ def main() -> None:
 
 def _kill_one(job: Job, run: Path, number: int, phases: Sequence[str], engines: int) -> None:
     random = Random(number)
-    phase, begun = random.choice(phases), time.monotonic()
+    phase = random.choice(phases)
+    begun = time.monotonic()
     seen = {rank: spans(run, rank, phase) for rank in (0, 1)}
     job.wait_until(lambda: any(spans(run, rank, phase) > count for rank, count in seen.items()))
     time.sleep(random.uniform(0.0, 0.03 if phase in MOVES else 0.3))

@@ -185,7 +185,8 @@ def make_stubs(cuda: Path, folder: Path) -> Path:
         ("libcudart.so.13", set(re.findall(r" T (\w+)@", listed)), SILENT, RUNTIME),
     ):
         library = folder / file
-        versions, sources = folder / f"{file}.map", [folder / f"{file}.rest.c", folder / f"{file}.answers.c"]
+        versions = folder / f"{file}.map"
+        sources = [folder / f"{file}.rest.c", folder / f"{file}.answers.c"]
         versions.write_text(f"{library.name} {{ global: *; }};\n" if answers is RUNTIME else "{ global: *; };\n")
         rest = names - set(re.findall(r"\b(\w+)\([^()]*\)\s*\{", answers))
         sources[0].write_text("".join(template.format(name=name) for name in sorted(rest)))

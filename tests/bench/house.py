@@ -14,7 +14,8 @@ from grpo_mp.utils.section import nested_sections, section_type
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "grpo_mp"
-MANY_ARGUMENTS, MANY_PARAMETERS = 5, 6
+MANY_ARGUMENTS = 5
+MANY_PARAMETERS = 6
 LOOPS = ("train", "sft", "evaluate", "sample")
 WHOLE = {"Settings", "SftSettings", "TrainContext", "RolloutContext", "PolicyContext", "SftContext"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -40,7 +40,12 @@ FAMILIES = {  # of the same size; Qwen3.5 has a shared expert beside the 2 of 8 
     "qwen3_5_moe_text": {"full_attention_interval": 4},
     "qwen3_moe": {"num_experts": 10, "num_experts_per_tok": 3},
 }
-CHATS, UPDATES, REQUESTS, DECODED, ROUNDS, LIMIT_S = 32, 4, 16, 65, 6, 300.0
+CHATS = 32
+UPDATES = 4
+REQUESTS = 16
+DECODED = 65
+ROUNDS = 6
+LIMIT_S = 300.0
 Values = list[float]
 
 
@@ -73,7 +78,8 @@ def show(phase: str, seconds: dict[str, Values], count: int) -> None:
 
 def compare_training(folder: Path, chats: Sequence[Sample]) -> None:
     """Print the rates of both sides. Raises AssertionError if a loss differs."""
-    seconds, losses = dict[str, Values](), list[Values]()
+    seconds = dict[str, Values]()
+    losses = list[Values]()
     sides = {"grpo_mp": (train_ours, (1024, 4096)), "transformers": (train_transformers, (2, 8))}
     for name, (train, sizes) in sides.items():
         runs = [train(folder, chats, size) for size in sizes]
@@ -85,7 +91,8 @@ def compare_training(folder: Path, chats: Sequence[Sample]) -> None:
 
 def timed(update: Callable[[], float]) -> tuple[Values, Values]:
     """Return the losses of UPDATES updates, and the CPU seconds of all but the first."""
-    losses, times = [], [time.process_time()]
+    losses = []
+    times = [time.process_time()]
     for _ in range(UPDATES):
         losses.append(update())
         times.append(time.process_time())

@@ -150,7 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     with open_folder(given.folder) as folder:
         settings = make_inputs(folder, given.schedule, given.steps, given.kills)
-        file, undisturbed = folder / FOUND, folder / "undisturbed"
+        file = folder / FOUND
+        undisturbed = folder / "undisturbed"
         found = Found.read(file) if file.exists() else run_undisturbed(folder, settings, undisturbed)
         write_json(file, found.as_json())
         expected = evidence(undisturbed)
@@ -229,7 +230,8 @@ def run_undisturbed(folder: Path, settings: Sequence[str], run: Path) -> Found:
 
 def disturb(folder: Path, settings: list[str], run: Path, random: Random, found: Found, kills: int) -> list[Kill]:
     """Start a run again and again until it is done, and kill meanwhile; return what each kill found."""
-    ends, found_by = False, list[Kill]()
+    ends = False
+    found_by = list[Kill]()
     while not ends:
         job = Job(folder, settings, LAUNCH)
         found.starts += 1
@@ -245,7 +247,8 @@ def kill_until_it_ends(
     job: Job, run: Path, random: Random, found: Found, kills: int, before: Callable[[], None]
 ) -> bool:
     """Kill processes of one job at random moments, and call `before` each; return whether it ended well."""
-    phase, started = "", time.time()
+    phase = ""
+    started = time.time()
     while True:
         early = random.random() < EARLY
         while not early and job.poll() is None and last_phase(run, started) == START:
@@ -257,7 +260,8 @@ def kill_until_it_ends(
             # An engine that dies before the first step is taken for one that cannot start.
             assert status == 0 or phase == START, f"the job failed, and nobody had killed it:\n{job.err}"
             return status == 0
-        target, phase = random.choice(TARGETS), last_phase(run, started)
+        target = random.choice(TARGETS)
+        phase = last_phase(run, started)
         victims = processes(job, target)
         if not victims:
             continue

@@ -38,7 +38,8 @@ def write_charts(charts: Sequence[Chart], file: Path, columns: int = 3) -> None:
     Charts that all have the same lines share one legend; otherwise each chart with several lines has its own.
     """
     style: Any = {**STYLE, "svg.hashsalt": "charts", "font.size": 9}
-    rows, columns = -(-len(charts) // columns), min(columns, len(charts))
+    rows = -(-len(charts) // columns)
+    columns = min(columns, len(charts))
     shared = len({tuple(series.name for series in chart.series) for chart in charts}) == 1
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(3.6 * columns, 2.7 * rows), layout="constrained")

@@ -56,12 +56,16 @@ from grpo_mp.weight_sync.update import PolicyShards, build_weight_sync
 from tests.save_policy import save_policy
 from tools.tiny.models import make_tiny, make_tokenizer
 
-LEAST, MOST = 0.95, 1.02
-MIB, TOKENS = 2**20, 2048
+LEAST = 0.95
+MOST = 1.02
+MIB = 2**20
+TOKENS = 2048
 SHAPE = {"hidden_size": 512, "intermediate_size": 1536, "vocab_size": 32768}
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+M_TRIM_THRESHOLD = -1  # of malloc.h
+M_MMAP_THRESHOLD = -3
 GIVEN_BACK = 2**17  # bytes from which on glibc gives back what is freed
-OTHER_LAYOUT, EXPORT = "load, other layout", "export"
+OTHER_LAYOUT = "load, other layout"
+EXPORT = "export"
 PPO: Mapping[str, Any] = {"algorithm": {"preset": "ppo", "kl": {"coef": 0.0}}, "critic": {"lr": 1e-4}}
 # Not in this process, or there before the policy is.
 OTHERS = {"contexts", "communication", "fragments", "engine weights", "KV cache", "CUDA graphs"}
@@ -109,7 +113,8 @@ def _phases(settings: Settings, parallel: Parallel, runner: asyncio.Runner) -> d
     policy = Policy(settings, parallel, with_reference=False)
     models: list[Policy | Critic] = [policy, *([Critic(settings.for_critic(), parallel)] if settings.critic else [])]
     sequences = comparison_sequences([(0,) * (settings.rollout.max_prompt_tokens // 2)] * MAX_TEXTS, TOKENS)
-    model, sync_bytes = settings.model, settings.sync.bucket_bytes
+    model = settings.model
+    sync_bytes = settings.sync.bucket_bytes
     _compute_gradients(models)
     _step(models)  # moments are there from the first update on
     rollout = rollout_with(FakeEngine(), 1, runner)

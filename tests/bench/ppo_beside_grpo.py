@@ -65,7 +65,8 @@ def planned_bytes() -> float:
     model, _ = make_model(SEEDS[0])
     settings: Settings = load_settings(Path(CONFIG), [f"model.path={model}", *overrides("ppo", 1, 0)])
     job = make_job(settings, settings.model.read_config(), read_cluster("h100-80"), 1, gpus_per_node=2)
-    (count,), each = job.critic.parameter_counts, job.per_parameter
+    (count,) = job.critic.parameter_counts
+    each = job.per_parameter
     return count.total * (each.weights + each.gradients) + job.sharded_parameters(count) * each.optimizer
 
 

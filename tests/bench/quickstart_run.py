@@ -23,7 +23,8 @@ def make_task(*arguments: str) -> None:
 
 def make_model(seed: int, family: str = "deepseek_v3") -> tuple[Path, Path]:
     """Return a seed's cold-started model and its data, made where they are missing as launch/quickstart.sh does."""
-    model, data = Path(f"checkpoints/tiny_{family}_seed{seed}"), Path(f"data/arithmetic_seed{seed}")
+    model = Path(f"checkpoints/tiny_{family}_seed{seed}")
+    data = Path(f"data/arithmetic_seed{seed}")
     if not (model / "config.json").exists():
         made = ["--family", family, "--out", str(model), "--data", str(data), "--seed", str(seed)]
         make_task(*made, "--cold-start", "0.4")

@@ -20,7 +20,9 @@ from rich.table import Table
 from grpo_mp.monitor.evaluation import EvalScore, read_scores
 from tests.bench.quickstart_run import grpo_mp, make_task
 
-CONFIG, SET, STEM = Path("configs/tiny_r1_pipeline.yaml"), "arithmetic", "runs/tiny_r1_seed"
+CONFIG = Path("configs/tiny_r1_pipeline.yaml")
+SET = "arithmetic"
+STEM = "runs/tiny_r1_seed"
 PICTURE = Path("runs/tiny_r1_seeds.svg")
 BESIDE = ("zero", "sft_alone")
 SHOWN: Mapping[str, Callable[[EvalScore], float]] = {

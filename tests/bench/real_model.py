@@ -22,7 +22,8 @@ def main(folder: Path, steps: int, overrides: list[str]) -> None:
     subprocess.run([sys.executable, "-m", "grpo_mp", "train", str(settings), "--ranks", "1", *overrides], check=True)
     print("step  reward  seconds  engine - policy  limit")
     for line in read_jsonl(run / "run" / "metrics.jsonl")[1:]:
-        mean, limit = line["sync/check/logprob_abs_diff/mean"], line["sync/check/limit"]
+        mean = line["sync/check/logprob_abs_diff/mean"]
+        limit = line["sync/check/limit"]
         print(f"{line['step']:4}  {line['reward/mean']:6.3f}  {line['time/step_s']:7.1f}  {mean:15.1e}  {limit:.1e}")
 
 

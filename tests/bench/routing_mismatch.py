@@ -30,7 +30,10 @@ from tools.tiny.models import make_tiny, make_tokenizer
 
 FAMILIES = ("qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe")
 SHAPE = {"num_hidden_layers": 6, "hidden_size": 64, "initializer_range": 0.1}
-PROMPTS, RESPONSES, TOKENS, LIMIT_S = 24, 4, 48, 300.0
+PROMPTS = 24
+RESPONSES = 4
+TOKENS = 48
+LIMIT_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,8 @@ def compare(policy: Policy, update: Sequence[MicroBatch], replays: bool) -> Mism
     differing = chosen = 0
     for number, batch in enumerate(update):
         assert batch.routed_experts
-        rows, experts = batch.routed_experts.rows.long(), batch.routed_experts.experts.long()
+        rows = batch.routed_experts.rows.long()
+        experts = batch.routed_experts.experts.long()
         for layer, routing_map in enumerate(used[number * len(routers) : (number + 1) * len(routers)]):
             differing += int((~routing_map[rows].gather(1, experts[:, layer])).sum())
             chosen += experts[:, layer].numel()

@@ -32,7 +32,9 @@ class ExactLengths(LogitsProcessor):
     """Forbids the end token before a row's length and demands it there."""
 
     def __init__(self, lengths: list[int], prompt_tokens: int, end: int) -> None:
-        self.last, self.prompt_tokens, self.end = torch.tensor(lengths) - 1, prompt_tokens, end
+        self.last = torch.tensor(lengths) - 1
+        self.prompt_tokens = prompt_tokens
+        self.end = end
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         is_last = self.last == input_ids.shape[1] - self.prompt_tokens

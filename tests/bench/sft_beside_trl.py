@@ -26,7 +26,8 @@ def main() -> None:
 
 def write_chats(folder: Path, seed: int, steps: int) -> None:
     """Write as many batches as there are steps: the same lengths in each."""
-    lengths, draw = read_lengths(folder), random.Random(seed)
+    lengths = read_lengths(folder)
+    draw = random.Random(seed)
     with (folder / CHATS).open("w") as file:
         for question, length in [(question, n) for _ in range(steps) for question, ns in lengths.items() for n in ns]:
             prompt = [{"role": "user", "content": question}]

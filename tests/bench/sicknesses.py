@@ -79,7 +79,8 @@ def with_names(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 def run(name: str, out: Path) -> list[MetricLine]:
     """Train, unless the run is there and complete; return its metrics."""
-    sickness, folder = SICKNESSES[name], out / name
+    sickness = SICKNESSES[name]
+    folder = out / name
     model, data = make_model(SEED)
     write_unsolvable(data)
     experts = {"n_routed_experts": 16, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
@@ -99,7 +100,8 @@ def write_unsolvable(data: Path) -> None:
 
 def show(name: str, lines: list[MetricLine]) -> bool:
     """Print what the rules find; return whether the sickness was found, or, of a healthy run, none."""
-    found, rule = find_warnings(lines), SICKNESSES[name].rule
+    found = find_warnings(lines)
+    rule = SICKNESSES[name].rule
     for one in found:
         print(f"{name}: {one.weight} {one.rule}, steps {one.first_step} to {one.last_step}: {one.sentence}")
     right = rule in {one.rule for one in found} if rule else not found

@@ -55,7 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     with open_folder(given.folder) as folder:
         settings = [*make_inputs(folder, given.schedule, MANY, MANY), *SETTINGS]
-        run, undisturbed, file = folder / "run", folder / "undisturbed", folder / FOUND
+        run = folder / "run"
+        undisturbed = folder / "undisturbed"
+        file = folder / FOUND
         soak = Soak(**json.loads(file.read_text())) if file.exists() else Soak()
         if not soak.ended:
             random = Random(f"{given.seed}/{soak.starts}")
@@ -88,8 +90,10 @@ def disturb(
     What was found is kept in `folder` after each kill.
     """
     while True:
-        begun, before = time.monotonic(), soak.seconds
-        job, done = Job(folder, settings), spans(run, 0, "TRAIN")
+        begun = time.monotonic()
+        before = soak.seconds
+        job = Job(folder, settings)
+        done = spans(run, 0, "TRAIN")
         soak.starts += 1
         try:
             job.wait_until(lambda done=done: spans(run, 0, "TRAIN") > done + 1)

@@ -62,7 +62,8 @@ def test_ppo_and_its_rivals_differ_in_the_algorithm_and_the_critic_alone() -> No
 
 
 def test_a_seed_of_r1_has_the_stages_of_the_recipe_and_two_beside_them(tmp_path: Path) -> None:
-    recipe, file = r1_stages.CONFIG.read_text(), tmp_path / "pipeline.yaml"
+    recipe = r1_stages.CONFIG.read_text()
+    file = tmp_path / "pipeline.yaml"
     file.write_text(r1_stages.make_pipeline(recipe, 3))
     jobs = {job.name: job for job in make_jobs(load_pipeline(file, []), file)}
     names = [*yaml.safe_load(recipe)["stages"], "zero", "sft_alone"]

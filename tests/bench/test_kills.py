@@ -37,7 +37,8 @@ def test_what_a_kill_found_on_disk_must_not_be_generated_again(tmp_path: Path) -
         with (tmp_path / kills.BEGUN).open("a") as lines:
             lines.write(f"{step}\t{text}\t0\t{index}\n")
 
-    prompt, journal = Prompt(0, "of train", (5,)), GroupJournal(tmp_path / "run" / ROLLOUTS, 0)
+    prompt = Prompt(0, "of train", (5,))
+    journal = GroupJournal(tmp_path / "run" / ROLLOUTS, 0)
     ended = [Sample(0, i, (5,), (6,), (0.0,), (0,), False, text=f"{i}", state="completed") for i in range(4)]
     for index in range(3):
         begin("of train", index)

@@ -8,11 +8,21 @@ from pathlib import Path
 from tests.smollm2 import make_smollm2
 from tools.tiny.models import make_tiny, make_tokenizer
 
-PROMPTS, GROUP_SIZE = 16, 8
-PROMPT_TOKENS, SHORTEST, LONGEST = 256, 16, 512
+PROMPTS = 16
+GROUP_SIZE = 8
+PROMPT_TOKENS = 256
+SHORTEST = 16
+LONGEST = 512
 TEMPLATE_TOKENS = 3  # <|user|>, <|im_end|>, <|assistant|>
-KL_WEIGHT, LEARNING_RATE, CLIP_GRAD, BETAS, EPS = 0.04, 1e-5, 1.0, (0.9, 0.98), 1e-8
-MODEL, PROMPT_FILE, LENGTH_FILE, SIZE_FILE = "model", "prompts.jsonl", "lengths.json", "sizes.json"
+KL_WEIGHT = 0.04
+LEARNING_RATE = 1e-5
+CLIP_GRAD = 1.0
+BETAS = (0.9, 0.98)
+EPS = 1e-8
+MODEL = "model"
+PROMPT_FILE = "prompts.jsonl"
+LENGTH_FILE = "lengths.json"
+SIZE_FILE = "sizes.json"
 SMOLLM2 = "smollm2"
 STORY = (
     "A shop sells {} boxes of pencils on Monday and {} times as many on Tuesday. Each box holds {} pencils, and {} of "

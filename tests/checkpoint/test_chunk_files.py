@@ -63,7 +63,9 @@ def test_what_is_read_goes_through_no_more_memory_than_a_piece(
     rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the loader, whatever the save had: here all in one. Two columns of three are read with the third."""
-    whole, sizes, read = torch.randn(1000, 3), list[int](), chunk_files.read_at
+    whole = torch.randn(1000, 3)
+    sizes = list[int]()
+    read = chunk_files.read_at
 
     def watched(stream: FileIO, place: int, memory: memoryview) -> bool:
         sizes.append(len(memory))

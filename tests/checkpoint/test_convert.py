@@ -88,7 +88,8 @@ def test_fp8_round_trip_with_the_source_is_exact(tmp_path: Path) -> None:
 
 
 def test_fp8_becomes_bfloat16_and_is_quantized_again_without_the_source(tmp_path: Path) -> None:
-    model, like = make_fp8_model(tmp_path / "model"), tmp_path / "like"
+    model = make_fp8_model(tmp_path / "model")
+    like = tmp_path / "like"
     to_megatron(model, tmp_path / "megatron", no_progress)
     to_hf(tmp_path / "megatron", tmp_path / "wide", None, False, no_progress)
     assert "quantization_config" not in json.loads((tmp_path / "wide" / "config.json").read_text())
@@ -124,7 +125,9 @@ def die_after(parts: int) -> Callable[[int, int], None]:
 
 
 def test_a_second_start_resumes(tmp_path: Path) -> None:
-    model, megatron, back = make_model(tmp_path / "model"), tmp_path / "megatron", tmp_path / "back"
+    model = make_model(tmp_path / "model")
+    megatron = tmp_path / "megatron"
+    back = tmp_path / "back"
     for convert in (
         lambda progress: to_megatron(model, megatron, progress, PART_BYTES),
         lambda progress: to_hf(megatron, back, None, False, progress, PART_BYTES),
@@ -143,7 +146,8 @@ def test_a_second_start_resumes(tmp_path: Path) -> None:
 
 
 def test_an_unfinished_part_is_written_again(tmp_path: Path) -> None:
-    model, megatron = make_model(tmp_path / "model"), tmp_path / "megatron"
+    model = make_model(tmp_path / "model")
+    megatron = tmp_path / "megatron"
     with pytest.raises(MachineDiedError):
         to_megatron(model, megatron, die_after(2), PART_BYTES)
     incomplete = tmp_path / "megatron.incomplete"
@@ -156,7 +160,9 @@ def test_an_unfinished_part_is_written_again(tmp_path: Path) -> None:
 
 
 def test_another_model_is_not_overwritten(tmp_path: Path) -> None:
-    model, other, final = make_model(tmp_path / "one"), make_model(tmp_path / "other", "qwen3"), tmp_path / "final"
+    model = make_model(tmp_path / "one")
+    other = make_model(tmp_path / "other", "qwen3")
+    final = tmp_path / "final"
     with pytest.raises(MachineDiedError):
         to_megatron(model, final, die_after(1), PART_BYTES)
     with pytest.raises(UserError, match=r"final.incomplete is of another conversion, or of none: choose another dest"):
@@ -207,7 +213,8 @@ def test_wrong_tensors_are_refused(name: str, tensor: torch.Tensor | None, messa
 
 
 def test_wrong_checkpoints_are_refused(tmp_path: Path) -> None:
-    model, megatron = make_model(tmp_path / "model"), tmp_path / "megatron"
+    model = make_model(tmp_path / "model")
+    megatron = tmp_path / "megatron"
     with pytest.raises(UserError, match="is neither a run's checkpoint nor a torch_dist checkpoint"):
         to_hf(model, tmp_path / "back", model, False, no_progress)
     to_megatron(model, megatron, no_progress)

@@ -82,7 +82,8 @@ def write_folder(folder: Path, tensors: dict[str, Tensor]) -> Path:
 
 
 def differences(tmp_path: Path, changes: dict[str, Tensor], tolerance: float = 0.0) -> list[tuple[str, str]]:
-    left, right = write_folder(tmp_path / "one", BASE), write_folder(tmp_path / "other", BASE | changes)
+    left = write_folder(tmp_path / "one", BASE)
+    right = write_folder(tmp_path / "other", BASE | changes)
     result = compare_weights(HfReader(left), HfReader(right), tolerance)
     return [(difference.name, difference.description.replace(str(tmp_path), "")) for difference in result]
 
@@ -126,11 +127,13 @@ def contents(folder: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_killed_twice(tmp_path: Path) -> None:
-    model, final = tmp_path / "model", tmp_path / "final"
+    model = tmp_path / "model"
+    final = tmp_path / "final"
     make_tiny(model, "deepseek_v3", make_tokenizer(["apples"]), num_hidden_layers=12)
     assert start(model, tmp_path / "undisturbed").wait(TIMEOUT_S) == 0
     for delay_s in (0.0, 0.1):
-        process, record = start(model, final), final.with_name("final.incomplete") / RECORD
+        process = start(model, final)
+        record = final.with_name("final.incomplete") / RECORD
         before = record.stat().st_mtime_ns if record.exists() else None
         while process.poll() is None and (not record.exists() or record.stat().st_mtime_ns == before):
             time.sleep(0.001)

@@ -138,7 +138,8 @@ def test_a_folder_that_is_replaced_is_whole_under_its_name(
     """Whatever file of the former one a kill finds removed last."""
     out = tmp_path / "out"
     write_hf(out, TENSORS.items(), like)
-    looked, unlink = list[Path](), os.unlink
+    looked = list[Path]()
+    unlink = os.unlink
 
     def look(path: Any, *args: Any, **more: Any) -> None:
         looked.append(Path(path))
@@ -161,7 +162,8 @@ NAME = "model.layers.0.self_attn.q_proj.lora_A.weight"
 def test_a_folder_that_cannot_take_its_place_leaves_the_former_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, lora = tmp_path / "adapter", LoraConfig(rank=1, alpha=1.0)
+    folder = tmp_path / "adapter"
+    lora = LoraConfig(rank=1, alpha=1.0)
     write_peft(folder, [(NAME, torch.zeros(1, 4))], tmp_path, lora, FAMILIES["qwen3"])
     before = load_file(folder / "adapter_model.safetensors")
     rename = Path.rename

@@ -37,7 +37,8 @@ Library = dict[str, torch.Tensor]  # the weights as the library unpacks them
 def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Library]:
     folder = tmp_path_factory.mktemp("int4")
     make_tiny(folder, "kimi_k2", make_tokenizer(["apples"]), hidden_size=96, num_hidden_layers=2)
-    tensors, unpacked = {}, {}
+    tensors = {}
+    unpacked = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         if ".mlp.experts." not in name:
             tensors[name] = tensor if "bias" in name else tensor.bfloat16()

@@ -19,7 +19,8 @@ class Run:
     """A run in `folder` that has done a step, and attempts to start it again with some settings otherwise."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
-        self.folder, self.settings = folder, {"run.folder": str(folder), "optimizer.lr": 1e-6} | settings
+        self.folder = folder
+        self.settings = {"run.folder": str(folder), "optimizer.lr": 1e-6} | settings
         folder.mkdir(parents=True)
         claim_run_folder(folder, self.text())
         (folder / "metrics.jsonl").write_text("{}\n")
@@ -35,7 +36,8 @@ class Run:
         return yaml.safe_dump(tree)
 
     def start(self, folder: Path | None = None, **changes: Any) -> list[str]:
-        folder, text = folder or self.folder, self.text(**changes)
+        folder = folder or self.folder
+        text = self.text(**changes)
         check_run_folder(folder, text, resume=True)
         return claim_run_folder(folder, text)
 

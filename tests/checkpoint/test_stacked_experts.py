@@ -27,7 +27,8 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensors]:
     folder = tmp_path_factory.mktemp("mxfp4")
     shape = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
     make_tiny(folder, "gpt_oss", make_tokenizer(["apples"]), **shape)
-    expected, stored = load_file(folder / "model.safetensors"), {}
+    expected = load_file(folder / "model.safetensors")
+    stored = {}
     torch.manual_seed(0)
     for name, tensor in expected.items():
         if not name.endswith(("gate_up_proj", "down_proj")):
@@ -36,7 +37,8 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensors]:
         experts, columns, rows = tensor.shape
         blocks = torch.randint(256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
         scales = torch.randint(110, 131, (experts, rows, columns // 32), dtype=torch.uint8)
-        scales[0, 0, 0], scales[0, 1, 0] = 0, 250  # beyond what bfloat16 holds exactly, and almost infinite
+        scales[0, 0, 0] = 0  # beyond what bfloat16 holds exactly, and almost infinite
+        scales[0, 1, 0] = 250
         stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         expected[name] = convert_moe_packed_tensors(blocks, scales)
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
@@ -48,7 +50,8 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensors]:
 
 def test_experts_are_those_of_transformers(released: tuple[Path, Tensors]) -> None:
     folder, expected = released
-    gate_up, down = expected[f"{EXPERTS}.gate_up_proj"], expected[f"{EXPERTS}.down_proj"]
+    gate_up = expected[f"{EXPERTS}.gate_up_proj"]
+    down = expected[f"{EXPERTS}.down_proj"]
     with HfReader(folder) as reader:
         for expert in range(8):
             own = {part: reader.read(f"{EXPERTS}.{expert}.{part}_proj.weight") for part in ("gate", "up", "down")}

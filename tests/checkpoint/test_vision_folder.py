@@ -67,7 +67,8 @@ def test_the_layer_that_predicts_ahead_stands_beside_the_text_model(folder: Path
 def test_experts_are_read_from_the_stacked_tensors(folder: Path) -> None:
     stored = load_file(folder / "model.safetensors")
     experts = "model.language_model.layers.1.mlp.experts"
-    gate_up, down = stored[f"{experts}.gate_up_proj"], stored[f"{experts}.down_proj"]
+    gate_up = stored[f"{experts}.gate_up_proj"]
+    down = stored[f"{experts}.down_proj"]
     width = gate_up.shape[1] // 2
     with HfReader(folder) as reader:
         assert torch.equal(reader.read(f"{experts}.3.gate_proj.weight"), gate_up[3, :width])

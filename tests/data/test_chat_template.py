@@ -49,7 +49,8 @@ def data(folder: Path, **settings: Any) -> DataConfig:
 def test_they_reach_train_and_eval_prompts(name: str, tmp_path: Path) -> None:
     own = data(tmp_path, **{name: OFF})
     reader = PromptReader(own, TOKENIZER, 100)
-    train, evals = load_train_prompts(reader), load_eval_prompts(reader)
+    train = load_train_prompts(reader)
+    evals = load_eval_prompts(reader)
     plain = load_train_prompts(PromptReader(data(tmp_path), TOKENIZER, 100))
     text = TOKENIZER.decode(plain[0].tokens)
     assert text == "<|user|>3+4<|im_end|><|assistant|>"
@@ -75,7 +76,8 @@ def test_they_reach_chats_to_learn_from(template: str, tmp_path: Path) -> None:
     tokenizer = make_tokenizer([])
     tokenizer.chat_template = template
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [ASK, ANSWER]}) + "\n")
-    source, sft = str(tmp_path / "chats.jsonl"), SftConfig(batch_size=1, max_tokens=64)
+    source = str(tmp_path / "chats.jsonl")
+    sft = SftConfig(batch_size=1, max_tokens=64)
     config = ChatDataConfig(train=source, eval={"held": source}, chat_template_kwargs={"mark": "[]"})
     encoder = ChatEncoder(tokenizer, "assistant", frozenset([tokenizer.eos_token_id]), config.chat_template_kwargs)
     reader = ChatReader(config, sft, encoder)

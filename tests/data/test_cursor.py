@@ -64,7 +64,8 @@ def test_skipped_prompts_are_drawn_only_where_nearly_all_are() -> None:
 
 @pytest.mark.parametrize(("size", "step_size", "ahead"), [(100, 64, 2), (16, 16, 1)])
 def test_no_step_has_a_prompt_twice_though_later_ones_are_drawn_ahead(size: int, step_size: int, ahead: int) -> None:
-    queue, cursor = PromptQueue(size, True), Cursor(seed=2)
+    queue = PromptQueue(size, True)
+    cursor = Cursor(seed=2)
     for _ in range(20):
         queue.begin_step(cursor, none_skipped, step_size)
         queue.extend(step_size * (1 + ahead))
@@ -75,7 +76,9 @@ def test_no_step_has_a_prompt_twice_though_later_ones_are_drawn_ahead(size: int,
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 9)), max_size=30))
 def test_prompts_do_not_depend_on_how_far_ahead_they_were_drawn(steps: list[tuple[int, int]]) -> None:
     """Over the ends of epochs, too."""
-    early, late, cursors = PromptQueue(9, True), PromptQueue(9, True), [Cursor(seed=4)] * 2
+    early = PromptQueue(9, True)
+    late = PromptQueue(9, True)
+    cursors = [Cursor(seed=4)] * 2
     for count, more in steps:
         for queue, cursor in zip((early, late), cursors, strict=True):
             queue.begin_step(cursor, none_skipped, 4)
@@ -90,7 +93,8 @@ def test_a_resumed_run_draws_what_the_stopped_one_had_drawn_ahead(
 ) -> None:
     """At every saved position, ends of epochs among them."""
     size = step_size + more
-    queue, cursor = PromptQueue(size, shuffle), Cursor(seed=5)
+    queue = PromptQueue(size, shuffle)
+    cursor = Cursor(seed=5)
     for count in steps:
         queue.begin_step(cursor, none_skipped, step_size)
         queue.extend(count + ahead)

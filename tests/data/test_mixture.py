@@ -28,7 +28,8 @@ def test_an_epoch_repeats_nothing_and_each_set_is_gone_through(
 ) -> None:
     mixture = mix_sets(sizes, weights[: len(sizes)])
     length = sum(share.count for share in mixture)
-    cursor, seen = Cursor(seed=seed), Counter[int]()
+    cursor = Cursor(seed=seed)
+    seen = Counter[int]()
     epochs = max(-(-share.size // share.count) for share in mixture)
     for _ in range(epochs):
         taken, cursor = take(cursor, length, length, shuffle, mixture=mixture)
@@ -43,7 +44,8 @@ def test_each_step_has_the_shares() -> None:
     """The small set is a third of every step, and comes often."""
     mixture = mix_sets((40, 10), (2.0, 1.0))
     assert [share.count for share in mixture] == [20, 10]
-    cursor, small = Cursor(seed=1), Counter[int]()
+    cursor = Cursor(seed=1)
+    small = Counter[int]()
     for _ in range(20):
         step, cursor = take(cursor, 30, 6, True, mixture=mixture)
         assert sum(index >= 40 for index in step) == 2
@@ -57,8 +59,10 @@ def test_a_run_that_resumes_draws_the_same_and_no_step_repeats_a_prompt(
     sizes: list[int], counts: list[int], seed: int
 ) -> None:
     mixture = mix_sets(sizes, [1.0] * len(sizes))
-    length, cursor = sum(share.count for share in mixture), Cursor(seed=seed)
-    running, stream = PromptQueue(length, True, mixture), list[int]()
+    length = sum(share.count for share in mixture)
+    cursor = Cursor(seed=seed)
+    running = PromptQueue(length, True, mixture)
+    stream = list[int]()
     for count in counts:
         resumed = PromptQueue(length, True, mixture)
         for queue in (running, resumed):

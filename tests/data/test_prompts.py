@@ -80,7 +80,8 @@ def test_long_prompts_are_counted_and_left_out_never_cut(tmp_path: Path) -> None
 
 def test_count_keeps_the_first_rows_whether_they_fit_or_not(tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl", [{"question": "1" * length, "answer": "1"} for length in (5, 9, 6, 7, 9)])
-    reader, found = PromptReader(DataConfig(train=source), TOKENIZER, 6 + 3), []
+    reader = PromptReader(DataConfig(train=source), TOKENIZER, 6 + 3)
+    found = []
     for count in (1, 2, 3, 5, 9):
         prompts = reader.read_part(source, count)
         found.append((len(prompts), prompts.too_long))
@@ -100,7 +101,8 @@ def test_a_prompt_is_known_by_all_of_its_messages(tmp_path: Path) -> None:
     first = [*chats(("2 apples", "3 apples"))]
     assert [prompt.text for prompt in first] == [f"user: {count} apples\n\nuser: How many?" for count in (2, 3)]
     call = {"function": {"name": "count", "arguments": {"of": "apples"}}}
-    asked, answered = {"role": "user", "content": "go"}, {"role": "tool", "content": "3"}
+    asked = {"role": "user", "content": "go"}
+    answered = {"role": "tool", "content": "3"}
     with_calls = [
         [asked, {"role": "assistant", "tool_calls": [one]}, answered]
         for one in (call, {"function": {"name": "count", "arguments": {"of": "pears"}}})

@@ -72,7 +72,8 @@ def test_problems_of_eval_sets_in_the_train_data_are_said(tmp_path: Path) -> Non
 
 def test_the_set_that_limits_an_epoch_is_named() -> None:
     """Of sets of 40, 3 and 90 with equal weights, an epoch has 3 of each."""
-    items, names = range(133), ("big", "tiny", "other")
+    items = range(133)
+    names = ("big", "tiny", "other")
     for weights, sentence in (
         ((1, 1, 1), "a step takes rollout.prompts_per_step=200, limited by the 3 of data.train.tiny"),
         ((1, 0.05, 9), "limited by the 90 of data.train.other: give that more rows or a lower weight"),

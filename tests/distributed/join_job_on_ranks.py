@@ -18,7 +18,9 @@ def main() -> None:
     from grpo_mp.distributed.process_groups import all_gather, join_job, make_groups, make_parallel, stop_parallel
 
     job = join_job(60.0, engine_ranks=2)
-    group, rank, size = job.group, job.rank, job.world_size
+    group = job.group
+    rank = job.rank
+    size = job.world_size
     found = {"rank": dist.get_rank(group), "size": dist.get_world_size(group), "ranks": all_gather(rank, group)}
     total = torch.tensor([float(rank)])
     dist.all_reduce(total, group=group)

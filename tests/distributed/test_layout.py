@@ -122,8 +122,11 @@ def layouts(world_size: int) -> Iterator[LayoutConfig]:
 def rank_generators(layout: LayoutConfig, world_size: int) -> tuple[RankGenerator, RankGenerator]:
     """Return Megatron's generators for dense and for expert parameters, in its default order."""
     order = inspect.signature(initialize_model_parallel).parameters["order"].default
-    tensor, context, pipeline = layout.tensor, layout.context, layout.pipeline
-    expert, expert_tensor = layout.expert, layout.expert_tensor
+    tensor = layout.tensor
+    context = layout.context
+    pipeline = layout.pipeline
+    expert = layout.expert
+    expert_tensor = layout.expert_tensor
     data = world_size // (tensor * context * pipeline)
     expert_data = world_size // (expert * expert_tensor * pipeline)
     return (

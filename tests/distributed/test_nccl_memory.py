@@ -43,7 +43,8 @@ def ranks_of(communicator: Communicator) -> list[int]:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_counted_communicators_are_groups_of_megatron(recipe: Path) -> None:
-    settings, command = load_settings(recipe), COMMAND.search(recipe.read_text())
+    settings = load_settings(recipe)
+    command = COMMAND.search(recipe.read_text())
     world_size = int(command[2]) * GPUS_PER_NODE if command else 4
     model = model_shape(find_config(settings.model.path)[0]) if command else None
     counted = communicators(settings.layout, world_size, bool(model and model.num_experts), tied=False)
@@ -62,7 +63,9 @@ class Backend:
     """Records what is asked of one group's communicator."""
 
     def __init__(self, name: str, calls: list[tuple[str, str]], used: bool) -> None:
-        self.name, self.calls, self.used = name, calls, used
+        self.name = name
+        self.calls = calls
+        self.used = used
 
     def _is_initialized(self) -> bool:
         return self.used

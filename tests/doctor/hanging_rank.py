@@ -22,9 +22,11 @@ def sleeps_before_the_collective() -> None:
 
 
 def main() -> None:
-    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+    folder = Path(sys.argv[1])
+    rank = int(sys.argv[2])
     os.environ[RECORDER_VARIABLE] = str(RECORDED_COLLECTIVES)
-    store, timeout = dist.FileStore(str(folder / "store"), WORLD_SIZE), timedelta(seconds=LIMIT_S)
+    store = dist.FileStore(str(folder / "store"), WORLD_SIZE)
+    timeout = timedelta(seconds=LIMIT_S)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=timeout)
     left = dist.new_group([0, 1], group_desc="left")
     right = dist.new_group([1, 2], group_desc="right")

@@ -34,7 +34,8 @@ class Job:
     """One running job of two ranks. Whatever it leaves behind, `end` ends."""
 
     def __init__(self, folder: Path, arguments: Sequence[str], command: Sequence[str] = LAUNCH) -> None:
-        self._out, self._err = folder / "stdout.txt", folder / "stderr.txt"
+        self._out = folder / "stdout.txt"
+        self._err = folder / "stderr.txt"
         self._mark = uuid.uuid4().hex
         environment = {**os.environ, MARK: self._mark, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
         with self._out.open("w") as out, self._err.open("w") as err:

@@ -46,7 +46,8 @@ def begins(run: Path, name: str) -> list[float]:
 
 
 def test_a_kill_in_the_background_write_leaves_the_former_checkpoint(start_job: StartJob, tmp_path: Path) -> None:
-    run, reward = tmp_path / "run", tmp_path / "reward.py"
+    run = tmp_path / "run"
+    reward = tmp_path / "reward.py"
     reward.write_text(SMALL_PIECES)
     settings = (f"run.folder={run}", f"reward.functions={{{reward}:none: 0.0}}", *SETTINGS)
     second = checkpoint_folder(run, 2)

@@ -16,13 +16,15 @@ from tests.e2e.jobs import read_jsonl
 from tools.tiny.models import make_tiny
 
 pytestmark = pytest.mark.nightly
-STEPS, TOPK = 10, 8
+STEPS = 10
+TOPK = 8
 
 
 @torch.no_grad()
 def expected_tables(folder: Path, rows: list[dict]) -> list[torch.Tensor]:
     """What transformers says in the place of each token of each response, [tokens, vocabulary]."""
-    model, found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), []
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    found = []
     for row in rows:
         table = model(torch.tensor([[*row["prompt_tokens"], *row["tokens"]]])).logits[0].log_softmax(-1)
         found.append(table[len(row["prompt_tokens"]) - 1 : -1])
@@ -61,7 +63,9 @@ def test_the_policy_comes_nearer_to_a_teacher_that_the_job_serves(
     changes: str, start_job: StartJob, tiny_run: TinyRun, tmp_path: Path
 ) -> None:
     """A dense teacher over both ranks; then the same updates from the dump, where no teacher is asked."""
-    teacher, run, again = tmp_path / "teacher", tmp_path / "run", tmp_path / "again"
+    teacher = tmp_path / "teacher"
+    run = tmp_path / "run"
+    again = tmp_path / "again"
     shape = {"num_hidden_layers": 2, "hidden_size": 64, "initializer_range": 0.2}
     make_tiny(teacher, "qwen3", AutoTokenizer.from_pretrained(tiny_run.model), 1, **shape)
     prefer_some_tokens(teacher)

@@ -64,7 +64,8 @@ def test_a_killed_engine_comes_back(
     start: Callable[..., Job], tmp_path: Path, phase: str, command: tuple[str, ...]
 ) -> None:
     """It is killed at a random moment of the phase, or a little after; the other one takes its groups."""
-    job, run = start(command=command), tmp_path / "run"
+    job = start(command=command)
+    run = tmp_path / "run"
     job.wait_until(lambda: spans(run, 1, phase) >= 2)
     job.kill_engine(Random(phase).randrange(2))
     assert outcome(job) == Outcome(0, job.out, job.err, [])
@@ -78,7 +79,8 @@ def test_an_engine_that_hangs_comes_back(start: Callable[..., Job], tmp_path: Pa
     (tmp_path / "reward.py").write_text(HELD_REWARD)
     settings = ("engine.concurrent_groups=1", "rollout.prompts_per_step=8", "run.eval_every=0", "run.steps=2")
     checks = ("rollout.group_timeout_s=60", "reward.timeout_s=300")
-    job, run = start(*settings, *checks, "algorithm.filter.zero_std=keep"), tmp_path / "run"
+    job = start(*settings, *checks, "algorithm.filter.zero_std=keep")
+    run = tmp_path / "run"
     holds = [tmp_path / f"hold_{rank}" for rank in range(2)]
     job.wait_until(lambda: spans(run, 0, "TRAIN"))
     for hold in holds:
@@ -96,7 +98,8 @@ def test_an_engine_that_hangs_comes_back(start: Callable[..., Job], tmp_path: Pa
 
 @pytest.mark.nightly
 def test_the_only_engine_comes_back(start: Callable[..., Job], tmp_path: Path) -> None:
-    job, run = start("schedule=async", "engine.ranks=1", "layout={}"), tmp_path / "run"
+    job = start("schedule=async", "engine.ranks=1", "layout={}")
+    run = tmp_path / "run"
     job.wait_until(lambda: spans(run, 0, "TRAIN") >= 2)
     job.kill_engine(0)
     assert outcome(job) == Outcome(0, job.out, job.err, [])
@@ -106,7 +109,8 @@ def test_the_only_engine_comes_back(start: Callable[..., Job], tmp_path: Path) -
 
 @pytest.mark.nightly
 def test_an_engine_that_dies_too_often_ends_the_run(start: Callable[..., Job], tmp_path: Path) -> None:
-    job, run = start("engine.max_restarts=1", "run.steps=1000"), tmp_path / "run"
+    job = start("engine.max_restarts=1", "run.steps=1000")
+    run = tmp_path / "run"
     job.wait_until(lambda: spans(run, 0, "TRAIN") > 1)
     job.kill_engine(1)
     job.wait_until(lambda: "started again" in job.err)

@@ -71,7 +71,8 @@ def test_an_engine_has_what_it_would_load_from_the_exported_folder(
     Engines of one rank keep all experts, an engine of two ranks half of each on each. What each rank sends is what is
     planned, to the byte.
     """
-    run, model = tmp_path / "run", tmp_path / "model"
+    run = tmp_path / "run"
+    model = tmp_path / "model"
     result = outcome(start_job(*make_model_and_settings(run, model, gpus), command=JOB))
     assert (result.status, result.left) == (0, []), result.err
     check_reports(run, gpus, planned_bytes(HfConfig.read(model), gpus))
@@ -89,7 +90,8 @@ def check_reports(run: Path, gpus: int, planned: tuple[list[int], int]) -> None:
         assert changed["checksums"] != first["checksums"]
         assert changed["checksums"] == again["checksums"] == fresh["checksums"]
         assert changed["scores"] == again["scores"] == fresh["scores"] != first["scores"]
-    altered, changed = reports[0]["altered"], reports[0]["changed"]
+    altered = reports[0]["altered"]
+    changed = reports[0]["changed"]
     different = [name for name, value in altered["checksums"].items() if value != changed["checksums"][name]]
     assert different == [f"{ALTERED} (rank {rank})" for rank in range(2)] if gpus > 1 else [ALTERED]
     assert altered["scores"] != changed["scores"]

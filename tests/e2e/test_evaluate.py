@@ -34,7 +34,8 @@ def fragile(prompts, completions, **_):
 @pytest.fixture(scope="module")
 def results(finished_run: FinishedRun, start_job: StartJob) -> Path:
     """Of the last checkpoint, in the layout that wrote it, the likeliest answers."""
-    checkpoint, out = checkpoint_folder(finished_run.folder / "run", LAST_STEP), finished_run.folder / "evaluated"
+    checkpoint = checkpoint_folder(finished_run.folder / "run", LAST_STEP)
+    out = finished_run.folder / "evaluated"
     job = start_job(GREEDY, "--checkpoint", str(checkpoint), "--out", str(out), command=LAUNCHED)
     assert "accuracy" in run_well(job).out
     return out

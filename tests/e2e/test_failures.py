@@ -74,7 +74,8 @@ def test_an_engine_that_computes_another_function_stops_the_run_and_is_not_resta
 @pytest.mark.slow
 def test_updates_skipped_in_a_row_stop_the_run_and_its_dump_replays_it(start_job: StartJob, tmp_path: Path) -> None:
     """The replay, without engines, meets the same gradients to the last digit that is said."""
-    run, replayed = tmp_path / "run", tmp_path / "replayed"
+    run = tmp_path / "run"
+    replayed = tmp_path / "replayed"
     (tmp_path / "reward.py").write_text(REWARD)  # samples differ in it: no gradient is 0
     reward = (f"reward.functions={{{tmp_path / 'reward.py'}:letters: 1.0}}", "training.updates_per_step=1")
     limits = (NO_EVAL, *reward, "run.steps=3", "optimizer.skip_grad_norm=1e-9")
@@ -108,7 +109,8 @@ def test_a_reward_that_hangs_stops_every_rank(start_job: StartJob, tmp_path: Pat
 @pytest.mark.nightly
 def test_a_rank_that_vanishes_with_status_0_takes_the_job_with_it(start_job: StartJob, tmp_path: Path) -> None:
     """Under torchrun nobody but its peers can miss it."""
-    run, file = tmp_path / "run", tmp_path / "vanishing.py"
+    run = tmp_path / "run"
+    file = tmp_path / "vanishing.py"
     file.write_text(VANISHING)
     result = outcome(
         start_job(f"run.folder={run}", NO_EVAL, f"reward.functions={{{file}:vanishing: 1.0}}", command=TORCHRUN)

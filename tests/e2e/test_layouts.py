@@ -69,9 +69,12 @@ def wrong_logprobs(run: Path, model: Path) -> list[str]:
 
     Not looked at is what comes after a tie of experts or of their groups, which either side may break as it likes.
     """
-    found, compared, count = [], 0, 0
+    found = []
+    compared = 0
+    count = 0
     for step, folder in ((1, model), (2, run / "exports" / "step_000001")):
-        reference, margins = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), []
+        reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        margins = []
         for module in reference.modules():
             if type(module).__name__ == "DeepseekV3TopkRouter":
                 module.register_forward_hook(
@@ -79,7 +82,8 @@ def wrong_logprobs(run: Path, model: Path) -> list[str]:
                 )
         for row in parquet.read_table(run / "rollouts_dump" / f"step_{step:06d}" / "rank_0.parquet").to_pylist():
             margins.clear()
-            tokens, first = torch.tensor([[*row["prompt_tokens"], *row["tokens"]]]), len(row["prompt_tokens"]) - 1
+            tokens = torch.tensor([[*row["prompt_tokens"], *row["tokens"]]])
+            first = len(row["prompt_tokens"]) - 1
             table = reference(tokens).logits[0].log_softmax(-1)[first:-1]
             expected = table.gather(1, torch.tensor(row["tokens"])[:, None])[:, 0]
             no_tie = (smallest(margins).cummin(0).values > TIE)[first:-1]
@@ -87,7 +91,8 @@ def wrong_logprobs(run: Path, model: Path) -> list[str]:
             found += [
                 f"step {step}, group {row['group_id']}: token {place}" for place in wrong.nonzero()[:, 0].tolist()
             ]
-            compared, count = compared + int(no_tie.sum()), count + len(row["tokens"])
+            compared = compared + int(no_tie.sum())
+            count = count + len(row["tokens"])
     assert compared > 0.9 * count
     return found
 
@@ -103,7 +108,8 @@ def test_both_ranks_are_one_policy_and_one_engine(
     """Prompts are shared and of two sets."""
     (tmp_path / "reward.py").write_text(REWARD)
     rewards = [f"reward.functions={{{tmp_path / 'reward.py'}:letters: 1.0}}"]
-    run, served = tmp_path / "run", parallel == "tensor"
+    run = tmp_path / "run"
+    served = parallel == "tensor"
     if served:
         make_reward_model(tmp_path / "reward_model", tiny_run.model)
         rewards.append(f"reward.model={{path: {tmp_path / 'reward_model'}, weight: 0.5}}")

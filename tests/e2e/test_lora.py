@@ -21,7 +21,8 @@ pytestmark = pytest.mark.slow
 
 
 def test_adapters_learn_resume_and_are_exported(start_job: StartJob, tiny_run: TinyRun, tmp_path: Path) -> None:
-    run, model = tmp_path / "run", tmp_path / "model"
+    run = tmp_path / "run"
+    model = tmp_path / "model"
     tokenizer = AutoTokenizer.from_pretrained(tiny_run.model)
     shape = {"num_hidden_layers": 2, "hidden_size": 64, "moe_intermediate_size": 32, "initializer_range": 0.1}
     make_tiny(model, "deepseek_v3", tokenizer, **shape)
@@ -46,7 +47,8 @@ def test_adapters_learn_resume_and_are_exported(start_job: StartJob, tiny_run: T
     with pytest.raises(UserError, match="holds adapters"):
         to_hf(checkpoint, tmp_path / "converted", model, False, lambda done, total: None)
     adapters = load_file(run / "final_adapter" / "adapter_model.safetensors")
-    before, after = file_tensors(model), file_tensors(run / "final")
+    before = file_tensors(model)
+    after = file_tensors(run / "final")
     assert before.keys() == after.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     targets = {name.removeprefix("base_model.model.").replace(".lora_A", "") for name in adapters if ".lora_A." in name}

@@ -16,7 +16,10 @@ from tests.e2e.conftest import LAST_STEP, FinishedRun
 from tests.e2e.jobs import read_jsonl
 
 STEPS = range(1, LAST_STEP + 1)
-GROUPS, SIZE, UPDATES, RANKS = 4, 4, 2, 2
+GROUPS = 4
+SIZE = 4
+UPDATES = 2
+RANKS = 2
 # What runs of several turns, of speculative decoding, of a multi-token-prediction layer, a teacher or a critic, and of
 # supervised fine-tuning write: tests of their own have these.
 OF_OTHER_RUNS = ("rollout/episode", "train/mtp_", "distill/", "critic/", "sft/", "mismatch/mass_outside_kept")
@@ -109,8 +112,10 @@ def letters(row: dict) -> float:
 
 def recomputed(rows: list[dict]) -> dict[str, float]:
     """reward/ and rollout/ of a step from its samples alone, by the words of the dictionary."""
-    groups, lengths = groups_of(rows), [row["tokens"] for row in rows]
-    right, formatted = [is_right(row) for row in rows], [float(bool(boxed(row))) for row in rows]
+    groups = groups_of(rows)
+    lengths = [row["tokens"] for row in rows]
+    right = [is_right(row) for row in rows]
+    formatted = [float(bool(boxed(row))) for row in rows]
     rewards = [r + 0.5 * b + letters(row) for r, b, row in zip(right, formatted, rows, strict=True)]
     in_group = [[rewards[rows.index(row)] for row in group] for group in groups]
     solved = [sum(map(is_right, group)) for group in groups]
@@ -159,7 +164,8 @@ def recomputed(rows: list[dict]) -> dict[str, float]:
 def test_rewards_and_rollouts_follow_from_the_samples_of_all_ranks(
     step: int, samples: list[list[dict]], lines: list[dict]
 ) -> None:
-    rows, line = samples[step - 1], lines[step - 1]
+    rows = samples[step - 1]
+    line = lines[step - 1]
     assert [(row["group_id"], row["index"]) for row in rows] == [
         (GROUPS * (step - 1) + group, index) for group in range(GROUPS) for index in range(SIZE)
     ]
@@ -180,7 +186,8 @@ def test_rewards_and_rollouts_follow_from_the_samples_of_all_ranks(
 def test_counts_and_speeds_follow_from_the_samples_of_all_ranks(
     step: int, samples: list[list[dict]], lines: list[dict]
 ) -> None:
-    rows, line = samples[step - 1], lines[step - 1]
+    rows = samples[step - 1]
+    line = lines[step - 1]
     response, prompt = (sum(row[name] for row in rows) for name in ("tokens", "prompt_tokens"))
     total_tokens = response + prompt
     expected = {

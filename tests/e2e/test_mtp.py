@@ -38,7 +38,8 @@ def test_a_layer_that_predicts_ahead_learns_and_is_exported(
     start_job: StartJob, tiny_run: TinyRun, tmp_path: Path, family: str
 ) -> None:
     prefix, shape, arguments = FAMILIES[family]
-    model, run = tmp_path / "model", tmp_path / "run"
+    model = tmp_path / "model"
+    run = tmp_path / "run"
     tokenizer = AutoTokenizer.from_pretrained(tiny_run.model)
     make_tiny(model, family, tokenizer, num_hidden_layers=2, **shape)
     fill_padding_row(model, tokenizer.pad_token_id)
@@ -65,7 +66,8 @@ def test_a_layer_that_predicts_ahead_learns_and_is_exported(
     assert min(losses[1:]) < (0.9 if family == "deepseek_v3" else 1.0) * losses[0]
     assert all(0 < step["train/mtp_acceptance"] < 1 for step in steps)
     assert all(step["mismatch/logprob_abs_diff/mean"] <= 1e-4 for step in steps)
-    before, after = file_tensors(model), file_tensors(run / "final")
+    before = file_tensors(model)
+    after = file_tensors(run / "final")
     assert before.keys() == after.keys()
     learned = [name for name in before if name.startswith(prefix) and "e_score_correction_bias" not in name]
     unchanged = [name for name in learned if torch.equal(before[name], after[name])]

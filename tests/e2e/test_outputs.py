@@ -80,7 +80,8 @@ def test_no_engine_serves_another_user_of_the_machine(finished_run: FinishedRun)
 
 def test_an_export_is_there_before_the_checkpoint_that_passes_it(run: Path) -> None:
     """A start behind that checkpoint does not make it."""
-    export, policy = run / "exports" / f"step_{LAST_STEP:06d}", checkpoint_folder(run, LAST_STEP) / "policy"
+    export = run / "exports" / f"step_{LAST_STEP:06d}"
+    policy = checkpoint_folder(run, LAST_STEP) / "policy"
     exported = [file.stat().st_mtime for file in export.glob("*.safetensors")]
     saved = [file.stat().st_mtime for file in policy.glob("**/*.bin")]
     assert max(exported) < min(saved)
@@ -150,7 +151,8 @@ def first_policy(settings: Settings) -> Iterator[Policy]:
 def saved_scores(run: Path, first_policy: Policy) -> tuple[list[tuple[int, ...]], list[list[float]]]:
     """Fixed sequences, and their logprobs by the policy of the last checkpoint: one rank loads what two saved."""
     load_policy(first_policy, checkpoint_folder(run, LAST_STEP) / "policy")
-    generator, vocabulary = torch.Generator().manual_seed(1), first_policy.hf.int("vocab_size")
+    generator = torch.Generator().manual_seed(1)
+    vocabulary = first_policy.hf.int("vocab_size")
     sequences = [tuple(row) for row in torch.randint(vocabulary, (4, 48), generator=generator).tolist()]
     return sequences, sequence_logprobs(first_policy, sequences)
 

@@ -18,7 +18,8 @@ from tests.parallel.inputs import fixed_head
 from tests.reward_models import make_reward_model
 
 pytestmark = pytest.mark.slow
-WEIGHTS, STEPS = "model.safetensors", 3
+WEIGHTS = "model.safetensors"
+STEPS = 3
 METRICS = ("value_loss", "vf_clipfrac", "explained_variance", "value_mean", "return_mean", "grad_norm", "lr")
 
 
@@ -64,7 +65,8 @@ def test_a_run_with_a_critic_resumes_with_the_same_numbers(
     changes: tuple[str, ...],
     make: Callable[[Path, Path], None],
 ) -> None:
-    run, schedule = tmp_path / "run", changes is ASYNC
+    run = tmp_path / "run"
+    schedule = changes is ASYNC
     make(tiny_run.model, tmp_path / "critic")
     settings = (*settings_of(tmp_path), *changes)
     run_well(start_job(*settings))

@@ -27,7 +27,8 @@ def replay(run: FinishedRun, start_job: StartJob, folder: Path, *overrides: str,
 
 
 def replayed(run: FinishedRun, start_job: StartJob, folder: Path, *overrides: str, ranks: int = 2) -> Job:
-    first, checkpoint = run.folder / "run", f"checkpoints/step_{run.stopped_after:06d}"
+    first = run.folder / "run"
+    checkpoint = f"checkpoints/step_{run.stopped_after:06d}"
     shutil.copytree(first / checkpoint, folder / checkpoint, dirs_exist_ok=True)
     written = (first / "settings.yaml").read_text()
     (folder / "settings.yaml").write_text(written.replace(f"folder: {first}\n", f"folder: {folder}\n"))
@@ -61,12 +62,14 @@ def test_a_replay_makes_the_same_updates(finished_run: FinishedRun, start_job: S
 
     A newer checkpoint of the replay is damaged.
     """
-    run, stopped = finished_run.folder / "run", finished_run.stopped_after
+    run = finished_run.folder / "run"
+    stopped = finished_run.stopped_after
     damage(run, stopped, tmp_path / "replayed")
     folder = replay(finished_run, start_job, tmp_path / "replayed")
     assert (folder / "checkpoints" / f"step_{stopped + 1:06d}.damaged").is_dir()
     assert values(folder, stopped) == values(run, stopped)
-    before, after = weights(run), weights(folder)
+    before = weights(run)
+    after = weights(folder)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
 
@@ -75,7 +78,8 @@ def test_a_replay_makes_the_same_updates(finished_run: FinishedRun, start_job: S
 def test_another_layout_makes_them_to_rounding(finished_run: FinishedRun, start_job: StartJob, tmp_path: Path) -> None:
     """One rank reads the files of two."""
     folder = replay(finished_run, start_job, tmp_path / "alone", "layout.expert=1", ranks=1)
-    run, stopped = finished_run.folder / "run", finished_run.stopped_after
+    run = finished_run.folder / "run"
+    stopped = finished_run.stopped_after
     for again, first in zip(values(folder, stopped), values(run, stopped), strict=True):
         for name in ("train/loss", "train/grad_norm", "reward/mean"):
             assert again[name] == pytest.approx(first[name], rel=1e-3, abs=1e-6), name

@@ -151,7 +151,8 @@ def check_replay(start: Start, run: Path, folder: Path) -> None:
         assert {name: one[name] for name in other if name.startswith(OF_ROLLOUTS)} == {
             name: value for name, value in other.items() if name.startswith(OF_ROLLOUTS)
         }
-    before, after = weights(run), weights(folder)
+    before = weights(run)
+    after = weights(folder)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
 

@@ -19,7 +19,8 @@ from tests.e2e.conftest import StartJob, outcome
 from tests.e2e.jobs import read_jsonl
 
 HELD = (5, 20, 41, 55)  # prompts whose answers are not scored before the job is killed
-SAMPLES_EACH, KEPT_EACH = 4, 3
+SAMPLES_EACH = 4
+KEPT_EACH = 3
 # Answers to some questions are not scored until there is a file `go`.
 REWARD = """
 import time
@@ -53,7 +54,8 @@ def folders(tiny_run: TinyRun, start_job: StartJob, tmp_path_factory: pytest.Tem
         "engine.deterministic=true",
         "engine.concurrent_groups=8",  # two rounds and more
     )
-    two, one = folder / "two", folder / "one"
+    two = folder / "two"
+    one = folder / "one"
     killed = start_job(*settings, "--out", str(two), command=command(2))
     killed.wait_until(lambda: recorded(two) == TRAIN_PROMPTS - len(HELD))
     killed.end()
@@ -102,7 +104,8 @@ def test_only_what_was_not_recorded_is_generated_again(folders: tuple[Path, Path
 @pytest.mark.nightly
 def test_counts_are_those_of_the_rows(folders: tuple[Path, Path, str], tiny_run: TinyRun) -> None:
     two, _, _ = folders
-    rows, summary = rows_of(two), json.loads((two / SUMMARY).read_text())
+    rows = rows_of(two)
+    summary = json.loads((two / SUMMARY).read_text())
     assert summary["answered_prompts"] == TRAIN_PROMPTS
     assert summary["samples"] == TRAIN_PROMPTS * SAMPLES_EACH
     assert summary["kept"] == len(rows) == summary["samples"] - sum(summary["dropped"].values())

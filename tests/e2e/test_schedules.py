@@ -71,7 +71,8 @@ def test_engines_take_new_weights_while_requests_run(start: Callable[..., Job], 
 
     In place they replay the engine's experts, which its rank sends them, and writes where the step is dumped.
     """
-    staleness, replays = 2, pause == "in_place"
+    staleness = 2
+    replays = pause == "in_place"
     job = start(
         "schedule=async",
         f"rollout.max_staleness={staleness}",

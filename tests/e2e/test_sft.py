@@ -26,7 +26,9 @@ from tools.tiny.arithmetic import make_problems, worked_response, write_rows
 
 SFT = (sys.executable, "-m", "grpo_mp", "sft", "--ranks", "2")
 ONE_RANK = (sys.executable, "-m", "grpo_mp.sft")
-STEPS, BATCH, SAMPLES = 5, 16, 68  # the last step has what is left of the epoch
+STEPS = 5  # the last step has what is left of the epoch
+BATCH = 16
+SAMPLES = 68
 TIMES = re.compile(r"(time|speed|memory)/.*")
 WRITTEN = {
     "sft/loss",
@@ -103,7 +105,8 @@ def start(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ca
 
 @pytest.fixture(scope="module")
 def runs(config: Path, start: Callable[..., Job]) -> Runs:
-    undisturbed, killed = config.parent / "undisturbed", config.parent / "killed"
+    undisturbed = config.parent / "undisturbed"
+    killed = config.parent / "killed"
     job = start(undisturbed)
     assert job.wait() == 0, job.err
     job = start(killed)
@@ -143,7 +146,8 @@ def test_a_killed_run_goes_on_with_the_same_numbers(runs: Runs) -> None:
 
 
 def test_a_run_is_not_resumed_on_other_rows(runs: Runs, config: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    data, again = config.parent / "train.jsonl", [str(config), f"run.folder={runs.undisturbed}"]
+    data = config.parent / "train.jsonl"
+    again = [str(config), f"run.folder={runs.undisturbed}"]
     rows = data.read_text()
     main([*again, "--dry-run", "--ranks", "2"])
     assert capfd.readouterr().err == ""
@@ -212,7 +216,8 @@ def test_adapters_alone_learn_and_peft_loads_them(start: Callable[..., Job], tin
 
 def test_epochs_that_are_added_have_all_of_the_data(start: Callable[..., Job], tmp_path: Path) -> None:
     """The last step of the first epoch had four samples: the second has no sample less for it."""
-    run, alone = tmp_path / "run", ("layout.expert=1", "data.eval={}", "run.export_every=0", "monitor.report=true")
+    run = tmp_path / "run"
+    alone = ("layout.expert=1", "data.eval={}", "run.export_every=0", "monitor.report=true")
     for epochs, steps in ((1, STEPS), (2, 2 * STEPS)):
         job = start(run, f"run.epochs={epochs}", *alone, command=ONE_RANK)
         assert job.wait() == 0, job.err

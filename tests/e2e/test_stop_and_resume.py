@@ -12,7 +12,10 @@ from tests.conftest import TRAIN_PROMPTS, TinyRun
 from tests.e2e.conftest import LAST_STEP, FinishedRun, StartJob, letters_reward, outcome, run_well
 from tests.e2e.jobs import ALONE, read_jsonl
 
-LR, PROMPTS_PER_STEP, SAMPLES_PER_STEP, UPDATES_PER_STEP = 1e-3, 4, 16, 2
+LR = 1e-3
+PROMPTS_PER_STEP = 4
+SAMPLES_PER_STEP = 16
+UPDATES_PER_STEP = 2
 
 
 def test_the_step_in_hand_is_finished_and_saved(finished_run: FinishedRun) -> None:

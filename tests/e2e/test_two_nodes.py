@@ -48,7 +48,8 @@ def test_an_engine_over_two_nodes_has_what_it_would_load_from_the_exported_folde
     start_job: StartJob, tmp_path: Path
 ) -> None:
     """As engines of one node: test_engine_weights.py."""
-    run, model = tmp_path / "run", tmp_path / "model"
+    run = tmp_path / "run"
+    model = tmp_path / "model"
     claim = claim_ports()
     settings = make_model_and_settings(run, model, 2)
     jobs = [start_job(*settings, command=node(n, claim.port, "tests.e2e.sync_and_export")) for n in range(2)]

@@ -77,7 +77,9 @@ def deepseek(call: str, outputs: tuple[str, str], answered: str, asks: str) -> s
     )
 
 
-NAME, ARGUMENTS, ASSISTANT = "{{ call.function.name }}", "{{ call.function.arguments }}", "<｜Assistant｜>"
+NAME = "{{ call.function.name }}"
+ARGUMENTS = "{{ call.function.arguments }}"
+ASSISTANT = "<｜Assistant｜>"
 DEEPSEEK_R1_0528 = deepseek(
     f"function<｜tool▁sep｜>{NAME}\n```json\n{ARGUMENTS}\n```",
     ("<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>"),
@@ -191,7 +193,8 @@ def sequence(renderer: ChatRenderer, prompt: str, sampled: str, *new: Message, c
 @pytest.mark.parametrize("name", ENDS)
 def test_the_next_question_is_rendered_as_in_the_full_conversation(name: str) -> None:
     renderer = make_renderer(name, tools=False)
-    full, prompt = rendered(renderer, ASK, ANSWER, MORE), rendered(renderer, ASK)
+    full = rendered(renderer, ASK, ANSWER, MORE)
+    prompt = rendered(renderer, ASK)
     opening = full[: full.index("Seven.")]
     sampled = f"Seven.{ENDS[name][0]}"
     # What the template writes before an answer, such as an empty <think>, is the policy's to sample, or not.
@@ -202,7 +205,8 @@ def test_the_next_question_is_rendered_as_in_the_full_conversation(name: str) ->
 @pytest.mark.parametrize("name", CALLING)
 def test_the_result_of_a_tool_is_rendered_as_in_the_full_conversation(name: str) -> None:
     renderer = make_renderer(name, tools=True)
-    full, prompt = rendered(renderer, ASK, call_of(name), RESULT), rendered(renderer, ASK)
+    full = rendered(renderer, ASK, call_of(name), RESULT)
+    prompt = rendered(renderer, ASK)
     end = ENDS[name][1] or ""
     # Some open an answer with a <think> that they do not keep.
     start = len(prompt) if full.startswith(prompt) else prompt.rindex("<think>")
@@ -258,7 +262,8 @@ def test_no_text_of_others_becomes_an_added_token(forged: str) -> None:
 def test_an_episode_with_two_results_trains_on_what_was_sampled(name: str) -> None:
     """By the policy's handle: two calls in one answer, their results as the template writes both, an answer."""
     renderer = make_renderer(name, tools=True)
-    end, (call,) = ENDS[name][1] or "", call_of(name)["tool_calls"]
+    end = ENDS[name][1] or ""
+    (call,) = call_of(name)["tool_calls"]
     calls: Message = {**call_of(name), "tool_calls": [call, {**call, "id": "functions.add:1"}]}
     results: list[Message] = [
         {**RESULT, "tool_call_id": f"functions.add:{number}", "content": text}

@@ -23,7 +23,8 @@ from grpo_mp.utils.errors import UserError
 from tests.data.prompt_sets import write
 from tools.tiny.models import make_tokenizer
 
-ASK, ANSWER = {"role": "user", "content": "1+2?"}, {"role": "assistant", "content": "3"}
+ASK = {"role": "user", "content": "1+2?"}
+ANSWER = {"role": "assistant", "content": "3"}
 CHAT = {"messages": [ASK, ANSWER]}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
 
@@ -97,8 +98,10 @@ def test_nulls_of_parquet_and_tools_as_json_are_read(tmp_path: Path) -> None:
 
 
 def test_what_becomes_of_samples_that_are_too_long(tmp_path: Path) -> None:
-    long_answer, long_prompt = {"prompt": "1?", "completion": "5" * 20}, {"prompt": "1" * 20, "completion": "5"}
-    rows, file = [CHAT, long_answer, long_prompt], tmp_path / "chats.jsonl"
+    long_answer = {"prompt": "1?", "completion": "5" * 20}
+    long_prompt = {"prompt": "1" * 20, "completion": "5"}
+    rows = [CHAT, long_answer, long_prompt]
+    file = tmp_path / "chats.jsonl"
     kept = load(file, rows, max_tokens=12)
     assert (len(kept), kept.too_long) == (1, 2)
     assert kept.warnings == ("data.train: 2 of 3 chats are longer than sft.max_tokens=12, and left out",)
@@ -111,7 +114,8 @@ def test_what_becomes_of_samples_that_are_too_long(tmp_path: Path) -> None:
 
 
 def test_a_mixture_has_its_sets_by_weight(tmp_path: Path) -> None:
-    first, second = write(tmp_path / "a.jsonl", [CHAT] * 8), write(tmp_path / "b.jsonl", [CHAT] * 4)
+    first = write(tmp_path / "a.jsonl", [CHAT] * 8)
+    second = write(tmp_path / "b.jsonl", [CHAT] * 4)
     train = {"a": {"path": first}, "b": {"path": second, "weight": 2}}
     mixed = load_train_chats(ChatReader(ChatDataConfig(train=train), SftConfig(batch_size=1, max_tokens=64), encoder()))
     assert (len(mixed), mixed.epoch_size) == (12, 6)

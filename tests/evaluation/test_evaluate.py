@@ -27,7 +27,8 @@ SAMPLES = 8
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its next token depends on the last one alone: layers add nothing, the head is solved for the wanted logits."""
-    folder, tokenizer = tmp_path_factory.mktemp("model"), make_tokenizer([])
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = make_tokenizer([])
     make_tiny(folder, "llama", tokenizer, num_hidden_layers=2)
     policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     next_tokens = {

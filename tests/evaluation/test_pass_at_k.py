@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from grpo_mp.monitor.evaluation import majority, mean_over_problems, pass_at_k
 
-RIGHT, NONE = "right", None
+RIGHT = "right"
+NONE = None
 ANSWERS = st.lists(st.sampled_from([RIGHT, "a", "b", "c", NONE]), min_size=1, max_size=9)
 
 
@@ -27,7 +28,8 @@ def test_pass_at_k_is_the_mean_over_every_draw(answers: list[str | None], data: 
     k = data.draw(st.integers(1, len(answers)))
     draws = list(combinations(answers, k))
     counts = Counter(answers)
-    right, _ = counts.pop(RIGHT, 0), counts.pop(NONE, 0)
+    right = counts.pop(RIGHT, 0)
+    _ = counts.pop(NONE, 0)
     expected_pass = Fraction(sum(RIGHT in drawn for drawn in draws), len(draws))
     assert pass_at_k(len(answers), right, k) == pytest.approx(float(expected_pass), abs=1e-12)
     assert majority(right, counts.values()) == pytest.approx(float(vote(tuple(answers))), abs=1e-12)

@@ -61,7 +61,8 @@ def test_without_answers_there_is_no_majority() -> None:
 
 
 def test_of_one_sample_and_of_one_problem() -> None:
-    one_sample, one_problem = score_eval_set(*samples("R", "a")), score_eval_set(*samples("Ra"))
+    one_sample = score_eval_set(*samples("R", "a"))
+    one_problem = score_eval_set(*samples("Ra"))
     assert (one_sample.accuracy, one_sample.pass_at, one_sample.maj_at) == (0.5, {}, {})
     assert one_problem.accuracy_error is None
     assert "eval/x/accuracy_se" not in eval_metrics("x", one_problem)
@@ -77,7 +78,8 @@ def test_samples_that_nothing_judges_are_left_out() -> None:
 def test_problems_that_are_too_long_are_wrong() -> None:
     """The score is that of a set in which the policy got them wrong; what it wrote is averaged over the others."""
     infos, votes = samples("RRab", "RRRR")
-    actual, wrong = score_eval_set(infos, votes, too_long=2), score_eval_set(*samples("RRab", "RRRR", "----", "----"))
+    actual = score_eval_set(infos, votes, too_long=2)
+    wrong = score_eval_set(*samples("RRab", "RRRR", "----", "----"))
     assert (actual.accuracy, actual.accuracy_error) == (0.375, wrong.accuracy_error)
     assert (actual.pass_at, actual.maj_at) == (wrong.pass_at, wrong.maj_at)
     assert (actual.problems, actual.too_long) == (4, 2)

@@ -57,7 +57,8 @@ class Cluster:
     """Slurm's daemons, started; `stop` ends them."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self._daemons = folder, list[subprocess.Popen[bytes]]()
+        self.folder = folder
+        self._daemons = list[subprocess.Popen[bytes]]()
         self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
         claims = [claim_ports() for _ in range(1 + len(NODES))]
         host = socket.gethostname()

@@ -34,7 +34,8 @@ class BatchJob:
         options: Sequence[str] = (),
         **environment: str,
     ) -> None:
-        self._cluster, self._mark = cluster, uuid.uuid4().hex
+        self._cluster = cluster
+        self._mark = uuid.uuid4().hex
         self._attempts = folder / "run" / "attempts"
         self.log_file = folder / "job.out"
         variables = {MARK: self._mark, "VENV": str(VENV), **environment}

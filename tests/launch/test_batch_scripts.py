@@ -31,7 +31,8 @@ def dry_run(script: Path, *arguments: str, **environment: str) -> subprocess.Com
 def check_shown(script: Path, shown: str) -> None:
     """Settings, nodes, environment and commands of a dry run with `run.steps=7`."""
     options = dict(re.findall(r" --(nodes|ntasks-per-node)=(\S+)", script.read_text()))
-    nodes, per_node = int(options["nodes"]), int(options["ntasks-per-node"])
+    nodes = int(options["nodes"])
+    per_node = int(options["ntasks-per-node"])
     assert "steps: 7" in shown
     assert f"{nodes * per_node} ranks; layout: " in shown
     assert f"  node{nodes - 1}: ranks {(nodes - 1) * per_node}-{nodes * per_node - 1}; " in shown

@@ -52,7 +52,9 @@ class Script:
     """A batch script that runs in an allocation of nodes of a rank each, whose attempts are in `folder`."""
 
     def __init__(self, folder: Path, nodes: Sequence[str] = NODES) -> None:
-        self._folder, self._notes, self._nodes = folder, folder / "notes", nodes
+        self._folder = folder
+        self._notes = folder / "notes"
+        self._nodes = nodes
         (folder / "bin").mkdir()
         for name, text in COMMANDS.items():
             text = text.format(nodes=" ".join(nodes), python=sys.executable) if "{" in text else text
@@ -135,7 +137,8 @@ def test_a_failed_rank_is_followed_by_another_attempt(script: Script) -> None:
     script.when("has-steps-left", "exit 1")
     process = script.run()
     assert (process.returncode, process.stderr) == (0, "")
-    first, second = ["check", "train"], ["check", "train", "has-steps-left"]
+    first = ["check", "train"]
+    second = ["check", "train", "has-steps-left"]
     assert script.notes == [*first, "failure", *second]
 
 

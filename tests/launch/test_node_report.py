@@ -36,7 +36,8 @@ def test_one_bad_rank_makes_its_node_bad(change: dict[str, object], reason: str,
 
 def run_check(folders: dict[str, Path], silent: int | None = None) -> list[int]:
     """Check three nodes of two ranks, each with its folder; return the statuses of the ranks that are not `silent`."""
-    store, nodes = dist.HashStore(), [node for node in "abc" for _ in range(2)]
+    store = dist.HashStore()
+    nodes = [node for node in "abc" for _ in range(2)]
     ranks = [rank for rank in range(6) if rank != silent]
     # Rank 0, which waits for the others, is the last: none is late on a busy machine.
     return [check_nodes(folders[nodes[rank]], nodes, store, rank) for rank in reversed(ranks)][::-1]

@@ -40,7 +40,8 @@ def draw_bytes(shape: tuple[int, int], seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def adversarial() -> dict[str, Tensor]:
-    huge, tiny = torch.full((130, 140), 1e-3), torch.full((128, 128), 1e-41)
+    huge = torch.full((130, 140), 1e-3)
+    tiny = torch.full((128, 128), 1e-41)
     huge[0, 0] = 1e30
     return {
         "zeros": torch.zeros(130, 140),

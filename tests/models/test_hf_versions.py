@@ -49,7 +49,8 @@ def family_settings(hf: HfConfig) -> tuple[Any, ...]:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs_mean_the_same_after_transformers_5_saved_them(name: str, tmp_path: Path) -> None:
     values, _ = PUBLISHED[name]
-    published, saved = HfConfig(tmp_path, values), saved_by_transformers_5(values, tmp_path)
+    published = HfConfig(tmp_path, values)
+    saved = saved_by_transformers_5(values, tmp_path)
     assert family_settings(saved) == family_settings(published)
     layers = saved.int("num_hidden_layers") + int(values.get("num_nextn_predict_layers") or 0)
     check_layers([f"model.layers.{layers - 1}.norm.weight"], saved)

@@ -23,7 +23,8 @@ def test_adapters_of_a_fused_projection_are_those_of_its_modules() -> None:
     adapters = adapter_params(params_of("qwen2.5-7b"), 8, ("q_proj", "v_proj"))
     assert len(adapters) == 4 * 28
     layer = "decoder.layers.3.self_attention.linear_qkv.lora_"
-    a, b = adapters[f"{layer}A.v_proj.weight"], adapters[f"{layer}B.v_proj.weight"]
+    a = adapters[f"{layer}A.v_proj.weight"]
+    b = adapters[f"{layer}B.v_proj.weight"]
     assert a.hf == ("model.layers.3.self_attn.v_proj.lora_A.weight",)
     assert (a.shapes, a.tp_dim, b.shapes, b.tp_dim) == (((8, 3584),), None, ((512, 8),), 0)
 
@@ -46,7 +47,8 @@ def test_targets_that_cannot_be_are_refused(targets: tuple[str, ...], sentence: 
 @pytest.mark.parametrize(("tensor", "expert", "expert_tensor"), [(1, 2, 1), (2, 1, 1)])
 def test_adapters_of_divided_experts_alone_are_refused(tensor: int, expert: int, expert_tensor: int) -> None:
     """Megatron makes an optimizer without parameters then, which has no state to save."""
-    params, experts = params_of("qwen3-30b-a3b"), ("gate_proj", "up_proj", "down_proj")
+    params = params_of("qwen3-30b-a3b")
+    experts = ("gate_proj", "up_proj", "down_proj")
     with pytest.raises(UserError, match=r"needs adapters outside of experts, too: add o_proj"):
         check_adapters(params, experts, tensor, expert, expert_tensor)
     check_adapters(params, experts, 1, 1, 1)

@@ -75,7 +75,9 @@ def test_only_vocabularies_are_padded(make_hf: MakeHf) -> None:
 def test_qkv_rows_are_ordered_by_query_group_as_megatron_splits_them(make_hf: MakeHf) -> None:
     param = FAMILIES["qwen3"].params(make_hf("qwen3"))["decoder.layers.0.self_attention.linear_qkv.weight"]
     query, key, value = numbered_tensors(param)
-    groups, per_group, head_dim = 4, 2, 4
+    groups = 4
+    per_group = 2
+    head_dim = 4
     # Megatron views the projection as [groups, (queries of a group + key + value) x head_dim] and splits that.
     rows = fuse(param, [query, key, value]).view(groups, (per_group + 2) * head_dim, -1)
     for group in range(groups):

@@ -58,7 +58,8 @@ def test_names_and_shapes_are_those_of_the_file(family: str, shape: dict[str, An
 def test_a_tied_output_layer_is_an_alias(tied: bool, make_hf: Any, family: str) -> None:
     hf = make_hf(family, tie_word_embeddings=tied)
     params = family_of(hf).params(hf)
-    output, embedding = params["output_layer.weight"], params["embedding.word_embeddings.weight"]
+    output = params["output_layer.weight"]
+    embedding = params["embedding.word_embeddings.weight"]
     assert (output.alias, embedding.alias) == (tied, False)
     assert output.hf == (embedding.hf if tied else ("lm_head.weight",))
     assert [param.name for param in params.values() if param.alias] == (["output_layer.weight"] if tied else [])

@@ -51,7 +51,8 @@ SPLITTERS = {
 
 def train(pre_tokenizer: Any, decoder: Any, **model: Any) -> Tokenizer:
     own = Tokenizer(models.BPE(**model))
-    own.pre_tokenizer, own.decoder = pre_tokenizer, decoder
+    own.pre_tokenizer = pre_tokenizer
+    own.decoder = decoder
     letters = pre_tokenizers.ByteLevel.alphabet()
     special = ["<unk>", "<s>", "</s>", "<|user|>"]
     trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=special, initial_alphabet=letters, show_progress=False)
@@ -107,7 +108,8 @@ def test_code_beside_a_tokenizer_file_does_not_run(tmp_path: Path) -> None:
 
 def test_a_token_without_an_embedding(tmp_path: Path) -> None:
     own = train(SPLITTERS["Kimi"], decoders.ByteLevel())
-    folder, count = write(tmp_path / "model", "llama", own), own.get_vocab_size()
+    folder = write(tmp_path / "model", "llama", own)
+    count = own.get_vocab_size()
     for added, size, is_refused in ((), count, False), ((), count - 1, True), (("<|reserved_9|>",), count, False):
         own.add_special_tokens([*added])
         own.save(str(folder / "tokenizer.json"))

@@ -68,13 +68,15 @@ def test_what_a_checkpoint_counts_on_outlives_a_kill(tmp_path: Path) -> None:
     for first in (1, 2, 3):
         loggers = open_both(tmp_path, first)
         for step in (first, first + 1):
-            scalars, values = {"reward/mean": float(step)}, {"reward/values": [float(step)]}
+            scalars = {"reward/mean": float(step)}
+            values = {"reward/values": [float(step)]}
             write_metrics(loggers, step, scalars, values, {"rollout/samples": f"step {step}"})
             if step > first:
                 continue
             for logger in loggers:
                 logger.flush()
-            done, reader = range(1, step + 1), events(tmp_path)
+            done = range(1, step + 1)
+            reader = events(tmp_path)
             assert curve(tmp_path, "reward/mean") == [(one, float(one)) for one in done]
             histograms = [(event.step, event.histogram_value.sum) for event in reader.Histograms("reward/values")]
             assert histograms == [(one, float(one)) for one in done]
@@ -115,7 +117,8 @@ def test_resume_shows_no_step_twice(tmp_path: Path) -> None:
 
 def test_a_line_is_on_disk_when_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint that is saved next counts on it."""
-    synced, fsync = list[int](), os.fsync
+    synced = list[int]()
+    fsync = os.fsync
     file = tmp_path / "metrics.jsonl"
 
     def record(descriptor: int) -> None:

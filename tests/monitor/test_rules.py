@@ -14,7 +14,9 @@ from grpo_mp.monitor.metrics import TABLE, find_metric
 from grpo_mp.monitor.rules import RULES, Condition, Rule, RuleWatch, find_warnings
 from tests.bench.sicknesses import HEALTHY, SICKNESSES
 
-NAN, INF, SICK = math.nan, math.inf, Path(__file__).with_name("sick")
+NAN = math.nan
+INF = math.inf
+SICK = Path(__file__).with_name("sick")
 
 
 def lines(name: str, values: list[float | None]) -> list[dict[str, float | None]]:
@@ -94,7 +96,8 @@ def test_heavier_findings_come_first() -> None:
 
 def test_a_rule_is_noted_when_it_begins_to_hold_and_once() -> None:
     watch = RuleWatch()
-    high, low = {"reward/failures": 3.0}, {"reward/failures": 0.0}
+    high = {"reward/failures": 3.0}
+    low = {"reward/failures": 0.0}
     assert [len(watch.step(values)) for values in (high, high, {}, high, low, high)] == [1, 0, 0, 0, 0, 0]
 
 
@@ -178,7 +181,8 @@ def test_a_written_sickness_is_found_when_it_begins_and_not_before(rule: str) ->
 
 
 def test_what_staleness_explains_is_not_said_of_the_engine() -> None:
-    stale, of_the_engine = recorded("staleness"), {"engine_differs", "mismatch"}
+    stale = recorded("staleness")
+    of_the_engine = {"engine_differs", "mismatch"}
     assert {"staleness", "stale_mismatch"} <= {found.rule for found in find_warnings(stale)}
     assert not of_the_engine & {found.rule for found in find_warnings(stale)}
     fresh = [line | {LAG: 0.0} for line in stale]  # the same difference, and no older weights to explain it

@@ -29,7 +29,8 @@ def test_summary_equals_counting_each_nanosecond(spans: list[Span], start: int, 
     for name in NAMES:
         assert round(summary.seconds.get(name, 0.0) * 1e9) == len(inside[name])
     # Shares of at most 1, of two and three operations: each rounds by 2^-53 of its result.
-    busy, waiting = len(inside["GENERATE"] | inside["TRAIN"]), len(inside["WAIT"])
+    busy = len(inside["GENERATE"] | inside["TRAIN"])
+    waiting = len(inside["WAIT"])
     assert abs(Fraction(summary.overhead_share) - Fraction(wall - busy, wall)) <= Fraction(2, 2**53)
     assert abs(Fraction(summary.idle_share) - Fraction(waiting, wall)) <= Fraction(3, 2**53) * (1 + Fraction(1, 2**50))
 

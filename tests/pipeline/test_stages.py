@@ -20,16 +20,14 @@ from grpo_mp.utils.errors import UserError
 from tests.minimal_settings import MINIMAL_SETTINGS
 
 ROOT = Path(__file__).parents[2]
-RL, SFT = (
-    {**MINIMAL_SETTINGS, "layout": {}},
-    {
-        "run": {"folder": "r", "steps": 1},
-        "model": {"path": "m"},
-        "data": {"train": "t.jsonl"},
-        "sft": {"batch_size": 1, "max_tokens": 8},
-        "optimizer": {"lr": 1e-5},
-    },
-)
+RL = {**MINIMAL_SETTINGS, "layout": {}}
+SFT = {
+    "run": {"folder": "r", "steps": 1},
+    "model": {"path": "m"},
+    "data": {"train": "t.jsonl"},
+    "sft": {"batch_size": 1, "max_tokens": 8},
+    "optimizer": {"lr": 1e-5},
+}
 STAGES: dict[str, Any] = {
     "start": {"command": "sft", "config": "sft.yaml", "settings": {"optimizer.lr": 1e-3}},
     "rl": {"command": "train", "config": "rl.yaml", "settings": {"model.path": "{start}/final"}},
@@ -45,7 +43,8 @@ STAGES: dict[str, Any] = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    model, data = {"path": str(tmp_path / "m")}, {"train": str(tmp_path / "t.jsonl")}
+    model = {"path": str(tmp_path / "m")}
+    data = {"train": str(tmp_path / "t.jsonl")}
     (tmp_path / "m").mkdir()
     (tmp_path / "m/config.json").write_text("{}")
     (tmp_path / "t.jsonl").write_text("{}")
@@ -137,7 +136,8 @@ def test_what_else_later_stages_may_take(folder: Path) -> None:
         "engine.args.text": '{"a": 1}',
     }
     stages = {**STAGES, "student": {"command": "train", "config": "rl.yaml", "settings": settings}}
-    out, found = folder / "out", open_pipeline(write(folder, stages)).jobs[-1].settings
+    out = folder / "out"
+    found = open_pipeline(write(folder, stages)).jobs[-1].settings
     assert found["data"]["train"]["a"]["pass_rates"] == f"{out}/found/pass_rates.jsonl"
     assert found["engine.args"] == {"template": f"{out}/start/final/chat_template.jinja"}
     assert found["engine.args.text"] == '{"a": 1}'
@@ -159,7 +159,8 @@ def test_evaluations_take_what_stages_made(folder: Path) -> None:
 
 
 def test_a_pipeline_resumes_and_refuses_other_settings(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, ran = write(folder, STAGES), list[str]()
+    file = write(folder, STAGES)
+    ran = list[str]()
 
     def run(arguments: Sequence[str]) -> tuple[int, bool]:
         job = next(job for job in jobs_of(file) if job.arguments(None) == list(arguments))
@@ -184,7 +185,8 @@ def test_a_pipeline_resumes_and_refuses_other_settings(folder: Path, monkeypatch
 
 
 def test_a_stop_is_no_success(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pipeline, runs = open_pipeline(write(folder, STAGES)), list[str]()
+    pipeline = open_pipeline(write(folder, STAGES))
+    runs = list[str]()
 
     def run(arguments: Sequence[str]) -> tuple[int, bool]:
         runs.append(arguments[0])

@@ -46,7 +46,8 @@ def megatron_parameter_counts(
         count = ZERO
         with built_on_meta(settings, hf, world_size=world_size, rank=stage * per_stage, critic=critic) as chunks:
             for name, parameter in (item for chunk in chunks for item in chunk.named_parameters()):
-                size, is_expert = parameter.numel() * (parameter.requires_grad or not trained), ".experts." in name
+                size = parameter.numel() * (parameter.requires_grad or not trained)
+                is_expert = ".experts." in name
                 count += ParameterCount(0, size) if is_expert else ParameterCount(size, 0)
         counts.append(count)
     return tuple(counts)
@@ -85,7 +86,8 @@ def built_on_meta(
             )
         if settings.model.lora and not critic:
             coords = coordinates(rank, settings.layout, world_size)
-            params, layout = family_of(hf).params(hf), settings.layout
+            params = family_of(hf).params(hf)
+            layout = settings.layout
             add_adapters(chunks, params, coords=coords, layout=layout, lora=settings.model.lora)
         yield chunks
     finally:

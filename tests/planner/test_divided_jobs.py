@@ -35,8 +35,10 @@ def test_a_layout_divides_the_ranks_that_train() -> None:
 
 
 def test_a_device_that_trains_holds_all_of_the_trainer_and_no_engine() -> None:
-    plan, alone = plan_memory(divided()), plan_memory(job_of("qwen2.5-7b", "h100-80", 1, layout={"tensor": 4}))
-    (device,), (shared,) = plan.device, alone.device
+    plan = plan_memory(divided())
+    alone = plan_memory(job_of("qwen2.5-7b", "h100-80", 1, layout={"tensor": 4}))
+    (device,) = plan.device
+    (shared,) = alone.device
     assert not {"engine weights", "KV cache", "CUDA graphs"} & {kind for sizes in device.values() for kind in sizes}
     always = set(device) - {SubPhase.START}
     assert {SubPhase.GENERATE, SubPhase.OFFLOAD}.isdisjoint(always)

@@ -34,7 +34,8 @@ def test_a_window_is_read_and_computed_where_a_query_reaches() -> None:
     """GPT-OSS: 12 of 24 layers have a window of 128 tokens; 8 key and value heads of 64, and 64 of queries."""
     job = job_of("gpt-oss-20b", "h100-80", 1, engine={"gpus_per_engine": 2})
     engine = engine_memory(job)
-    prompt, lengths = 512, job.responses(samples_per_engine(job))
+    prompt = 512
+    lengths = job.responses(samples_per_engine(job))
     decode_steps = simulate_rollout(lengths, int(running_sequences(job, engine))).decode_steps
     contexts = [prompt + step for length in lengths for step in range(length)]
     read = sum(12 * context + 12 * min(context, 128) for context in contexts) * 2 * 4 * 64 * 2

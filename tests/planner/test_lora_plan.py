@@ -31,7 +31,8 @@ def test_gradients_optimizer_and_checkpoints_are_of_adapters_alone() -> None:
     options: dict[str, Any] = {"layout": LAYOUT, "training": MEGATRON}
     full = make_plan(job_of("moonlight-16b-a3b", "h100-80", 2, **options))
     adapted = make_plan(job_of("moonlight-16b-a3b", "h100-80", 2, **options, model=lora()))
-    job, size = adapted.job, bytes_per_parameter("bfloat16", {})
+    job = adapted.job
+    size = bytes_per_parameter("bfloat16", {})
     for stage, (trained, held) in enumerate(zip(job.policy_trained_counts, job.parameter_counts, strict=True)):
         phase = next(phase for phase in adapted.memory.device[stage] if phase.name == "TRAIN")
         device = adapted.memory.device[stage][phase]
@@ -41,6 +42,7 @@ def test_gradients_optimizer_and_checkpoints_are_of_adapters_alone() -> None:
         before = full.memory.device[stage][phase].get("logits", 0)
         gradient = 163840 // 2 * 2048 * 4 if stage == 1 else 0  # of the output layer, over two tensor ranks
         assert before - device.get("logits", 0) == gradient
-    (weights, _), (all_weights, _) = save_uses(job), save_uses(full.job)
+    (weights, _) = save_uses(job)
+    (all_weights, _) = save_uses(full.job)
     assert weights.disk_bytes < 0.03 * all_weights.disk_bytes
     assert sum(adapted.times[phase].values()) < sum(full.times[phase].values())  # no gradient of the weights

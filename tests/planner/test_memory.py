@@ -68,7 +68,9 @@ def test_residency_by_phase() -> None:
 
 def test_output_head_holds_logits_chunks_and_its_gradient() -> None:
     job = job_of("qwen2.5-7b", "h100-80", 1, layout={"tensor": 4})
-    rows, columns, hidden = 1024, 152064 // 4, 4096 * 3584 * 2  # of a micro-batch, gathered
+    rows = 1024  # of a micro-batch, gathered
+    columns = 152064 // 4
+    hidden = 4096 * 3584 * 2
     assert logits_bytes(job, 0, backward=False) == rows * columns * 10 + hidden
     assert logits_bytes(job, 0, backward=True) == rows * columns * 14 + 2 * hidden + columns * 3584 * 4
 
@@ -81,10 +83,13 @@ def test_activations_of_a_layer_and_of_the_output_head_are_not_there_at_once(row
     logprob, train = (
         device[phase].get("activations", 0.0) + device[phase]["logits"] for phase in (SubPhase.LOGPROB, SubPhase.TRAIN)
     )
-    layer, head = forward_bytes(job, 0), logits_bytes(job, 0, backward=False)
+    layer = forward_bytes(job, 0)
+    head = logits_bytes(job, 0, backward=False)
     assert (layer > head) == (rows == 64)
     assert logprob == max(layer, head)
-    inputs, layer, head = 28 * 4096 * 3584 * 2, layer_bytes(job, 0).backward, logits_bytes(job, 0, backward=True)
+    inputs = 28 * 4096 * 3584 * 2
+    layer = layer_bytes(job, 0).backward
+    head = logits_bytes(job, 0, backward=True)
     assert train == inputs + max(layer, head)
 
 
@@ -92,7 +97,9 @@ def test_the_optimizer_is_where_the_setting_says() -> None:
     def plan(offload: str) -> MemoryPlan:
         return plan_memory(job_of("qwen2.5-7b", "h100-80", 1, optimizer={"offload": offload}))
 
-    stays, leaves, on_host = plan("none"), plan("step"), plan("host")
+    stays = plan("none")
+    leaves = plan("step")
+    on_host = plan("host")
     with_state = {sub_phase for sub_phase, sizes in stays.device[0].items() if "optimizer" in sizes}
     assert with_state == set(SubPhase) - {SubPhase.START}
     assert "optimizer" not in leaves.device[0][SubPhase.GENERATE]

@@ -106,7 +106,8 @@ def test_chunks_are_dealt_to_stages_in_turn() -> None:
 
 def test_stages_that_are_not_those_of_the_layout_are_refused() -> None:
     """By a plan, and by what a job makes of the settings: Megatron takes the number of virtual stages from the text."""
-    sizes, megatron = {"pipeline": 2}, {"megatron_args": {FREE: "Et*7|t*7|t*7|t*7L"}}
+    sizes = {"pipeline": 2}
+    megatron = {"megatron_args": {FREE: "Et*7|t*7|t*7|t*7L"}}
     words = r"on 4 stages, .*virtual_pipeline=null has 2: write as many stages"
     with pytest.raises(UserError, match=words):
         job_of("qwen2.5-7b", "h100-80", 1, layout=sizes, training=megatron)

@@ -21,7 +21,8 @@ EMBEDDING = 152064 * 3584
 
 def plan_of(batch_size: int = 256, **sections: Any) -> Plan:
     sections = {"sft": {"batch_size": batch_size, "max_tokens": 4096}, "layout": {"tensor": 2}} | sections
-    config, cluster = published_config("qwen2.5-7b"), read_cluster("h100-80")
+    config = published_config("qwen2.5-7b")
+    cluster = read_cluster("h100-80")
     return make_plan(make_job(settings_of(**sections), config, cluster, 1, mean_tokens=1024))
 
 

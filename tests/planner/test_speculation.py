@@ -15,7 +15,9 @@ from grpo_mp.planner.resource_use import active_parameters, mtp_flops_per_token,
 from tests.planner.jobs import job_of, settings_of
 from tests.planner.meta_model import built_on_meta
 
-GPUS, HIDDEN, LAYERS = 16, 7168, 61
+GPUS = 16
+HIDDEN = 7168
+LAYERS = 61
 MTP = {"algorithm": "mtp", "num_steps": 3}
 
 
@@ -25,7 +27,8 @@ def r1(speculative: dict[str, object] | None = None, schedule: str = "colocated"
 
 
 def test_the_layer_that_drafts_is_one_layer_and_a_projection() -> None:
-    engine, plain = engine_memory(r1(MTP)), engine_memory(r1())
+    engine = engine_memory(r1(MTP))
+    plain = engine_memory(r1())
     heads = 128 * (1536 * (128 + 64) + 512 * (128 + 128) + 128 * HIDDEN)  # q_b, kv_b, o
     divided = heads + 3 * HIDDEN * 2048 + 256 * 3 * HIDDEN * 2048  # shared expert, routed experts
     whole = HIDDEN * (1536 + 512 + 64) + HIDDEN * 256 + 2 * HIDDEN * HIDDEN  # q_a, kv_a, router, eh_proj
@@ -58,7 +61,9 @@ def test_a_layer_that_learns_costs_the_trainer_and_not_the_engines() -> None:
         sections = {"engine": engine, "layout": layout, "model": learned, "training": placed}
         return job_of("deepseek-r1", "h200-141", 2, **sections)
 
-    plain, trained, drafting = job(0.0), job(0.1), job(0.1, **MTP)
+    plain = job(0.0)
+    trained = job(0.1)
+    drafting = job(0.1, **MTP)
     assert engine_memory(trained) == engine_memory(plain)
     head = HIDDEN * 129280
     active = active_parameters(plain.model, plain.hf)
@@ -81,6 +86,7 @@ def test_the_layer_that_predicts_ahead_has_attention_where_most_layers_have_none
     hf = replace(published_config("qwen3.5-35b-a3b"), trains_mtp=True)
     with built_on_meta(settings_of(layout={"expert": 32}), hf, world_size=32, rank=0) as (model,):  # 8 of 256 experts
         matrices = [weight for weight in model.mtp.parameters() if weight.dim() == 2]
-    head, attention = 2048 * 248320, 16 * (256 + 256) * 1000
+    head = 2048 * 248320
+    attention = 16 * (256 + 256) * 1000
     expected = 2 * (sum(weight.numel() for weight in matrices) + head) + attention
     assert mtp_flops_per_token(model_shape(hf), hf, 1000) == expected

@@ -9,8 +9,14 @@ from grpo_mp.planner.resource_use import logprob_use, train_use
 from grpo_mp.utils.errors import UserError
 from tests.planner.jobs import job_of
 
-LAYERS, HEADS, KEY_WIDTH, VALUE_WIDTH = 61, 128, 192, 128  # DeepSeek-R1
-MOE_LAYERS, HIDDEN, EXPERT_WIDTH, EXPERTS_OF_A_TOKEN = 58, 7168, 2048, 8
+LAYERS = 61  # DeepSeek-R1
+HEADS = 128
+KEY_WIDTH = 192
+VALUE_WIDTH = 128
+MOE_LAYERS = 58
+HIDDEN = 7168
+EXPERT_WIDTH = 2048
+EXPERTS_OF_A_TOKEN = 8
 LAST_STAGES = {"megatron_args": {"num_layers_in_last_pipeline_stage": 5}}
 
 
@@ -53,13 +59,17 @@ def test_graphs_of_sleeping_engines_are_in_host_memory() -> None:
 
 
 IN_FP8 = {"training": {"fp8_format": "e4m3"}}
-QKV, OUT, MLP = 3584 * (3584 + 2 * 512), 3584 * 3584, 3 * 3584 * 18944  # of qwen2.5-7b
+QKV = 3584 * (3584 + 2 * 512)  # of qwen2.5-7b
+OUT = 3584 * 3584
+MLP = 3 * 3584 * 18944
 LAYER = QKV + OUT + MLP
 
 
 def test_products_of_linear_layers_are_in_fp8_and_others_not() -> None:
-    plain, fp8 = job_of("qwen2.5-7b", "h100-80", 1), job_of("qwen2.5-7b", "h100-80", 1, **IN_FP8)
-    before, after = logprob_use(plain, 1.0), logprob_use(fp8, 1.0)
+    plain = job_of("qwen2.5-7b", "h100-80", 1)
+    fp8 = job_of("qwen2.5-7b", "h100-80", 1, **IN_FP8)
+    before = logprob_use(plain, 1.0)
+    after = logprob_use(fp8, 1.0)
     assert after.flops + after.fp8_flops == pytest.approx(before.flops, rel=0.01)  # more padding
     tokens = fp8.settings.samples_per_step * fp8.mean_seq_len * fp8.packing.load_factor / 8
     assert after.fp8_flops == pytest.approx(2 * 28 * LAYER * tokens)

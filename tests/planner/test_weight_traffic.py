@@ -24,7 +24,8 @@ GB = 1e9
 
 
 def plan_job_sync(job: PlannedJob, params: Mapping[str, Param]) -> tuple[list[list[Transfer]], WireFormat]:
-    settings, layout = job.settings, job.settings.layout
+    settings = job.settings
+    layout = job.settings.layout
     tp_sizes = {name: tp_size(param, layout) for name, param in params.items()}
     wire = WireFormat(params, tp_sizes, torch.bfloat16, job.engine_format)
     hosts = engine_host_ranks(engine_placements(settings.engine, job.world_size, job.gpus_per_node))

@@ -60,7 +60,8 @@ def make_executable(file: Path, text: str) -> None:
 
 def test_a_toolkit_is_made_of_links_where_pip_brought_the_compiler(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its path stays the same, by which kernels that were compiled at an earlier start are found again."""
-    packages, no_system = site / "nvidia" / "cu13", site / "no_such_folder"
+    packages = site / "nvidia" / "cu13"
+    no_system = site / "no_such_folder"
     monkeypatch.setenv("HOME", str(site / "home"))
     with pytest.raises(UserError, match=r"^no CUDA toolkit was found, .* or install the package nvidia-cuda-nvcc$"):
         check_compiler(cuda_environment({}, no_system), no_system)
@@ -77,7 +78,8 @@ def test_a_toolkit_is_made_of_links_where_pip_brought_the_compiler(site: Path, m
 def test_a_script_that_runs_the_compiler_does_not_hide_the_toolkit(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A toolkit with the runtime library is taken: the system's, or that of pip's packages."""
     monkeypatch.setenv("HOME", str(site / "home"))
-    system, scripts = site / "cuda-13.0", {"PATH": str(site / "local" / "bin")}
+    system = site / "cuda-13.0"
+    scripts = {"PATH": str(site / "local" / "bin")}
     (site / "local").mkdir()
     make_executable(site / "local" / "bin" / "nvcc", f"exec {system}/bin/nvcc")
     assert cuda_environment(scripts, system)["CUDA_HOME"] == str(site / "local")  # there is no other

@@ -36,7 +36,8 @@ class Attention:
         outputs = []
         queries = self.query.split(self.new_tokens)
         for new_query, row, length, new in zip(queries, self.slots, self.lengths, self.new_tokens, strict=True):
-            k, v = keys[row[:length]].double(), values[row[:length]].double()
+            k = keys[row[:length]].double()
+            v = values[row[:length]].double()
             mask = torch.ones(length, length, dtype=torch.bool).tril()
             if softmax.window is not None:
                 mask = mask.triu(1 - softmax.window)
@@ -79,7 +80,8 @@ def test_equals_attention_per_sequence(
     monkeypatch.setattr(engine_attention, "MAX_SCORES", limit)
     torch.manual_seed(0)
     query = torch.randn(sum(new_tokens), heads, size)
-    keys, values = torch.randn(SLOTS, groups, size), torch.randn(SLOTS, groups, value_size)
+    keys = torch.randn(SLOTS, groups, size)
+    values = torch.randn(SLOTS, groups, value_size)
     if latent:
         values = keys[..., :value_size]
     slots = torch.stack([torch.randperm(SLOTS)[:64] for _ in lengths])

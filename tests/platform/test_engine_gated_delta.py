@@ -10,7 +10,13 @@ from torch import Tensor
 from grpo_mp.platform import engine_gated_delta as engine
 from grpo_mp.platform.engine_invariance import enable_batch_invariance
 
-TOKENS, KEY_HEADS, VALUE_HEADS, KEY, VALUE, WINDOW, HIDDEN = 60, 2, 6, 16, 24, 4, 64
+TOKENS = 60
+KEY_HEADS = 2
+VALUE_HEADS = 6
+KEY = 16
+VALUE = 24
+WINDOW = 4
+HIDDEN = 64
 CHANNELS = 2 * KEY_HEADS * KEY + VALUE_HEADS * VALUE
 CUTS = ([60], [1] * 60, [33, 27], [7, 1, 52])  # tokens that are read at a time
 
@@ -49,7 +55,9 @@ def test_a_token_does_not_depend_on_those_beside_it(function: Callable[[Tensor],
 
 def convolved(inputs: Tensor, weight: Tensor, cut: Sequence[int]) -> Tensor:
     """Return the outputs [D, T] of inputs [D, T]; single tokens are generated, longer parts are prompts."""
-    outputs, states, slots = list[Tensor](), torch.zeros(2, CHANNELS, WINDOW - 1), torch.tensor([1])
+    outputs = list[Tensor]()
+    states = torch.zeros(2, CHANNELS, WINDOW - 1)
+    slots = torch.tensor([1])
     for part in inputs.split(cut, dim=1):
         if part.shape[1] == 1 and outputs:
             generated = engine.causal_conv1d_update_cpu(part.T, states, weight, None, "silu", conv_state_indices=slots)
@@ -64,7 +72,8 @@ def convolved(inputs: Tensor, weight: Tensor, cut: Sequence[int]) -> Tensor:
 
 
 def test_a_convolution_does_not_depend_on_cuts() -> None:
-    inputs, weight = torch.randn(CHANNELS, TOKENS), torch.randn(CHANNELS, WINDOW)
+    inputs = torch.randn(CHANNELS, TOKENS)
+    weight = torch.randn(CHANNELS, WINDOW)
     padded = F.pad(inputs.double(), (WINDOW - 1, 0))[None]
     expected = F.silu(F.conv1d(padded, weight.double()[:, None], groups=CHANNELS)[0])
     torch.testing.assert_close(convolved(inputs, weight, CUTS[0]).double(), expected, atol=1e-5, rtol=1e-5)
@@ -75,8 +84,10 @@ def test_a_convolution_does_not_depend_on_cuts() -> None:
 def mixed(tensors: dict[str, Tensor], cut: Sequence[int], others: int) -> Tensor:
     """Return the outputs [T, HV, V] of a text beside so many others; single tokens are generated."""
     a_log, bias = gate_parameters()
-    states, slots = torch.zeros(others + 2, VALUE_HEADS, VALUE, KEY), torch.arange(1, others + 2)
-    outputs, start = list[Tensor](), 0
+    states = torch.zeros(others + 2, VALUE_HEADS, VALUE, KEY)
+    slots = torch.arange(1, others + 2)
+    outputs = list[Tensor]()
+    start = 0
     for count in cut:
         part = {name: tensor[: others + 1, start : start + count] for name, tensor in tensors.items()}
         start += count

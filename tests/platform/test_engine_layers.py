@@ -23,7 +23,8 @@ def no_fallback(*_: Any, **__: Any) -> NoReturn:
 
 
 def experts(count: int, hidden: int, inner: int, dtype: torch.dtype = torch.float32) -> SimpleNamespace:
-    up, down = torch.randn(count, 2 * inner, hidden) / 8, torch.randn(count, hidden, inner) / 8
+    up = torch.randn(count, 2 * inner, hidden) / 8
+    down = torch.randn(count, hidden, inner) / 8
     return SimpleNamespace(w13_weight=up.to(dtype), w2_weight=down.to(dtype), moe_ep_size=1)
 
 
@@ -43,11 +44,13 @@ def experts_per_token(layer: SimpleNamespace, x: Tensor, weights: Tensor, ids: T
 @pytest.mark.parametrize("rows", [0, 1, 7, 300])
 def test_products_of_several_threads(rows: int, transposed: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(rows)
-    a, b = (torch.randn(rows, 48) / 8).to(dtype), torch.randn(80, 48).to(dtype).t()
+    a = (torch.randn(rows, 48) / 8).to(dtype)
+    b = torch.randn(80, 48).to(dtype).t()
     expected = (a.double() @ b.double()).to(dtype)
     library = share_products_among_threads()
     product = a @ (b if transposed else b.contiguous())
-    threads, tolerance = torch.get_num_threads(), TOLERANCE if dtype is torch.float32 else {"atol": 0.1, "rtol": 0.01}
+    threads = torch.get_num_threads()
+    tolerance = TOLERANCE if dtype is torch.float32 else {"atol": 0.1, "rtol": 0.01}
     try:
         torch.set_num_threads(2)
         shared = a @ (b if transposed else b.contiguous())
@@ -61,7 +64,8 @@ def test_products_of_several_threads(rows: int, transposed: bool, dtype: torch.d
 @pytest.mark.parametrize(("tokens", "topk"), [(1, 2), (3, 1), (40, 4)])
 def test_routed_experts(tokens: int, topk: int) -> None:
     torch.manual_seed(tokens)
-    layer, x = experts(6, 16, 8), torch.randn(tokens, 16)
+    layer = experts(6, 16, 8)
+    x = torch.randn(tokens, 16)
     weights, ids = torch.rand(tokens, 6).topk(topk)
     for dtype in (torch.int64, torch.int32):
         output = routed_experts(no_fallback, layer, x, (weights, ids.to(dtype), None), CONFIG)
@@ -71,7 +75,8 @@ def test_routed_experts(tokens: int, topk: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_ranks_of_an_expert_parallel_engine_add_up(tokens: int) -> None:
     torch.manual_seed(tokens)
-    layer, x = experts(6, 16, 8), torch.randn(tokens, 16)
+    layer = experts(6, 16, 8)
+    x = torch.randn(tokens, 16)
     weights, ids = torch.rand(tokens, 6).topk(2)
     total = torch.zeros_like(x)
     for rank in range(3):
@@ -94,7 +99,8 @@ def test_ranks_of_an_expert_parallel_engine_add_up(tokens: int) -> None:
 def test_unsupported_experts_fall_back_to_sglang(
     config: dict[str, Any], hidden: int, dtype: torch.dtype, biased: bool
 ) -> None:
-    layer, x = experts(4, hidden, 8, dtype), torch.randn(2, hidden, dtype=dtype)
+    layer = experts(4, hidden, 8, dtype)
+    x = torch.randn(2, hidden, dtype=dtype)
     if biased:
         layer.w2_weight_bias = torch.zeros(4, hidden)
     topk_output = (torch.rand(2, 1), torch.zeros(2, 1, dtype=torch.int32), None)
@@ -111,7 +117,9 @@ def make_norm(size: int, **changes: Any) -> SimpleNamespace:
 
 def test_rms_norm() -> None:
     torch.manual_seed(1)
-    norm, x, residual = make_norm(16), torch.randn(3, 4, 16), torch.randn(3, 4, 16)
+    norm = make_norm(16)
+    x = torch.randn(3, 4, 16)
+    residual = torch.randn(3, 4, 16)
 
     def expected(values: Tensor) -> Tensor:
         wide = values.double()
@@ -141,7 +149,8 @@ def rotate(heads: Tensor, positions: Tensor, size: int) -> Tensor:
 def test_rotary() -> None:
     torch.manual_seed(2)
     positions = torch.tensor([3, 49, 0])
-    query, key = torch.randn(3, 4, 8), torch.randn(3, 2, 8)
+    query = torch.randn(3, 4, 8)
+    key = torch.randn(3, 2, 8)
     rotated = rotary(no_fallback, make_embedding(8), positions, query.flatten(1), key.flatten(1), None, None)
     for output, heads in zip(rotated, (query, key), strict=True):
         torch.testing.assert_close(output, rotate(heads, positions, 8).flatten(1), **TOLERANCE)

@@ -30,7 +30,8 @@ def one_sequence(
 ) -> Tensor:
     """Return causal softmax attention of one sequence [T, heads, dim], independent of the code under test."""
     repeat = query.size(1) // key.size(1)
-    key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+    key = key.repeat_interleave(repeat, 1)
+    value = value.repeat_interleave(repeat, 1)
     scores = torch.einsum("qhd,khd->hqk", query, key) * SCALE
     position = torch.arange(len(key))
     distance = position[len(key) - len(query) :, None] - position
@@ -76,7 +77,8 @@ def test_output_and_gradients(heads, dims, dtype, tolerance):
 @pytest.mark.parametrize("window", [None, 6])
 def test_windows_and_sinks_with_prefixes(window, has_sinks):
     """Output and gradients, those of the sinks, too; windows that end in a prefix, at its end or behind it."""
-    lengths, prefixes = (5, 1, 17, 16, 3), (0, 4, 0, 4, 12)
+    lengths = (5, 1, 17, 16, 3)
+    prefixes = (0, 4, 0, 4, 12)
     key_lengths = tuple(n + prefix for n, prefix in zip(lengths, prefixes, strict=True))
     key, value = random_qkv(sum(key_lengths), (4, 2), (8, 8))[1:]
     query, weight = random_qkv(sum(lengths), (4, 4), (8, 8))[:2]

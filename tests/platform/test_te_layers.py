@@ -42,10 +42,12 @@ def grouped_linear(experts: int, bias: bool = False, skip_bias_add: bool = False
 
 @pytest.mark.parametrize("splits", [[3, 0, 5, 1], [0, 0, 9, 0], [0, 0, 0, 0]])
 def test_biases_of_experts_are_added_or_returned(splits):
-    layer, x = grouped_linear(4, bias=True), torch.randn(sum(splits), 6)
+    layer = grouped_linear(4, bias=True)
+    x = torch.randn(sum(splits), 6)
     kept = grouped_linear(4, bias=True, skip_bias_add=True)
     kept.load_state_dict(layer.state_dict())
-    (out, none), (plain, biases) = layer(x, splits), kept(x, splits)
+    (out, none) = layer(x, splits)
+    (plain, biases) = kept(x, splits)
     assert none is None
     assert biases == [kept.bias0, kept.bias1, kept.bias2, kept.bias3]
     expert = torch.repeat_interleave(torch.tensor(splits))
@@ -57,7 +59,8 @@ def test_biases_of_experts_are_added_or_returned(splits):
 
 @pytest.mark.parametrize("splits", [[3, 0, 5, 1], [0, 0, 9, 0], [0, 0, 0, 0]])
 def test_grouped_linear_and_zero_gradient_of_idle_experts(splits):
-    layer, x = grouped_linear(4), torch.randn(sum(splits), 6, requires_grad=True)
+    layer = grouped_linear(4)
+    x = torch.randn(sum(splits), 6, requires_grad=True)
     out, bias = layer(x, splits)
     assert bias is None
     out.sum().backward()
@@ -84,7 +87,8 @@ def set_gradients(params: list[torch.nn.Parameter], seed: int) -> None:
 
 @pytest.mark.parametrize(("decoupled", "reference"), [(True, torch.optim.AdamW), (False, torch.optim.Adam)])
 def test_steps_equal_torch(decoupled, reference):
-    params, expected = parameters(), parameters()
+    params = parameters()
+    expected = parameters()
     optimizers = FusedAdam(params, adam_w_mode=decoupled, **HYPER), reference(expected, **HYPER)
     for step in range(5):
         for optimizer in optimizers:

@@ -98,7 +98,8 @@ def _build_rank(job: PlannedJob, stage: int, rank: int) -> BuildResult:
         policy_optimizer.get_megatron_optimizer, use_gloo_process_groups=False
     )
     with built_on_meta(job.settings, job.hf, job.world_size, rank) as models:
-        settings, megatron_args = job.settings, job.settings.training.megatron_args
+        settings = job.settings
+        megatron_args = job.settings.training.megatron_args
         for model in models:
             model.to(META)  # TransformerEngine makes sinks on "cuda" whatever the default device, here a CPU
         chunks = policy_optimizer.wrap_for_training(settings.layout, megatron_args, models[0].config, models)

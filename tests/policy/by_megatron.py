@@ -57,7 +57,8 @@ def _sharded_state_dict(
     state: dict[str, Any] = {}
     kinds = ("weight", "bias") if hasattr(self, "bias0") else ("weight",)
     for i, kind in product(range(self.num_gemms), kinds):
-        key, expert = f"{i}.{kind}", get_pg_rank(self.groups.ep) * self.num_gemms + i
+        key = f"{i}.{kind}"
+        expert = get_pg_rank(self.groups.ep) * self.num_gemms + i
         entry = make_sharded_tensors_for_checkpoint(
             {key: getattr(self, f"{kind}{i}")},
             "",

@@ -65,7 +65,9 @@ class Trial:
     """Policies of one model on this rank."""
 
     def __init__(self, model: Path, parallel: Any, out: Path) -> None:
-        self.model, self.parallel, self.out = model, parallel, out
+        self.model = model
+        self.parallel = parallel
+        self.out = out
 
     def compare(self, case: str, megatron_args: dict[str, Any]) -> dict[str, Any]:
         """Update in turn, save one kind of policy, load it into the other, and update again."""
@@ -221,7 +223,8 @@ def update(policy: Any, number: int) -> None:
 
 def unequal(policy: Any, expected: Any) -> list[str]:
     """Return the names of weights and state tensors that differ, in dtype or any bit."""
-    tensors, others = _tensors(policy), _tensors(expected)
+    tensors = _tensors(policy)
+    others = _tensors(expected)
     assert tensors.keys() == others.keys()
     return [
         str(name)

@@ -16,7 +16,10 @@ from torch import Tensor
 from grpo_mp.policy.shared_prompt_attention import packed_sequences
 
 LENGTHS = (8, 12, 4)  # multiples of twice the context ranks; the last stands for padding
-HEADS, NOPE, ROPE, VALUE = 4, 16, 8, 4
+HEADS = 4
+NOPE = 16
+ROPE = 8
+VALUE = 4
 CONFIG = SimpleNamespace(apply_rope_fusion=False, rotary_interleaved=False, multi_latent_attention=True)
 # Version 0.16 reads the config instead.
 INTERLEAVED = {"mla_rotary_interleaved": True} if "mla_rot" in str(signature(apply_rotary_pos_emb)) else {}

@@ -14,7 +14,11 @@ from grpo_mp.policy.forward import sequence_logits
 from grpo_mp.policy.load_models import policy_tensors
 from tools.tiny.models import make_tiny, make_tokenizer
 
-TOKENS, EXPERTS, GROUPS, GROUP_TOPK, TOPK = 200, 40, 8, 3, 6  # as in DeepSeek-V2, with fewer experts
+TOKENS = 200  # as in DeepSeek-V2, with fewer experts
+EXPERTS = 40
+GROUPS = 8
+GROUP_TOPK = 3
+TOPK = 6
 
 
 def routed(best: int, scores: Tensor) -> tuple[Tensor, Tensor]:

@@ -43,7 +43,8 @@ def export(settings: Any, parallel: Parallel, folder: Path) -> tuple[Path, Path]
     check_policy(settings.model.read_config(), settings.model, settings.layout, settings.training, 1)
     policy = Policy(settings, parallel, with_reference=False)
     fill_b(policy)
-    adapters, merged = folder / "adapter", folder / "merged"
+    adapters = folder / "adapter"
+    merged = folder / "merged"
     export_adapters(policy, adapters, settings.model.path, None)
     export_policy(policy, merged, settings.model.path, None)
     return adapters, merged

@@ -15,7 +15,8 @@ from grpo_mp.policy.shared_prompt_attention import packed_sequences
 from tests.planner.jobs import BASE
 from tools.tiny.models import make_tiny, make_tokenizer
 
-HIDDEN, TOLERANCE = 32, 1e-5
+HIDDEN = 32
+TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")

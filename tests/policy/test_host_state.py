@@ -105,7 +105,8 @@ def test_state_is_moved_to_the_same_host_memory_and_back(
     with_parameters: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`platform.device` returns the host, so an onload copies nothing."""
-    weights, host = torch.arange(6.0), list[torch.Tensor]()
+    weights = torch.arange(6.0)
+    host = list[torch.Tensor]()
     shard = torch.nn.Parameter(weights[2:4])
     adam = torch.optim.SGD([shard])
     state = adam.state[shard] = {"exp_avg": torch.ones(2), "step": torch.tensor(3.0)}
@@ -124,7 +125,8 @@ def test_state_is_moved_to_the_same_host_memory_and_back(
 
 
 def test_device_items_count_shared_storage_once() -> None:
-    weights, gradients = torch.zeros(100), torch.zeros(50)
+    weights = torch.zeros(100)
+    gradients = torch.zeros(50)
     adam = torch.optim.SGD([torch.nn.Parameter(weights[10:20])])
     adam.state[adam.param_groups[0]["params"][0]] = {"exp_avg": torch.zeros(10), "exp_avg_sq": torch.zeros(10)}
     chunk = SimpleNamespace(

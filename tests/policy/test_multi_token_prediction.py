@@ -44,7 +44,8 @@ def test_the_mean_of_the_least_of_1_and_q_over_p_is_the_chance_that_a_draft_is_a
     p, q = torch.tensor([[0.5, 0.25, 0.25, 0.0], [0.1, 0.5, 0.15, 0.25]], dtype=torch.float64)
     accepted = float((q * (p / q).clamp(max=1)).sum())
     sampled = torch.tensor([0] * 4 + [1] * 2 + [2] * 2)  # as often as p says
-    batch, loss = batch_of(sampled, p), MtpLoss(0.3)
+    batch = batch_of(sampled, p)
+    loss = MtpLoss(0.3)
     assert batch.mtp_targets is not None
     assert batch.mtp_weights is not None
     learned = batch.mtp_weights > 0
@@ -161,7 +162,8 @@ def test_the_layer_is_the_checkpoints_where_it_was_trained(
     parallel: Parallel, tmp_path: Path, trained: bool, fp8: bool, family: str
 ) -> None:
     """Every weight grows by 1; where the layer is not trained, it stays as it was in the folder."""
-    model, saved = tmp_path / "model", tmp_path / "saved"
+    model = tmp_path / "model"
+    saved = tmp_path / "saved"
     counted = {"deepseek_v3": "num_nextn_predict_layers", "qwen3_5_moe_text": "mtp_num_hidden_layers"}
     counts = {counted[family]: 1} if family in counted else {}  # Qwen3-Next's config.json does not count its layer
     make_tiny(model, family, make_tokenizer(["apples"]), num_hidden_layers=2, **counts)
@@ -175,7 +177,8 @@ def test_the_layer_is_the_checkpoints_where_it_was_trained(
     saved.mkdir()
     save_policy(policy, saved)
     to_hf(saved, tmp_path / "back", model, fp8, lambda done, total: None)
-    before, after = file_tensors(model), file_tensors(tmp_path / "back")
+    before = file_tensors(model)
+    after = file_tensors(tmp_path / "back")
     assert before.keys() == after.keys()
     of_layer = [name for name in before if name.startswith(LAYERS[family])]
     assert len(of_layer) > len(COPIES)

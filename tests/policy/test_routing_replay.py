@@ -11,7 +11,9 @@ from torch import Tensor
 from grpo_mp.policy.deepseek import GroupLimitedTopk
 from grpo_mp.policy.routing_replay import LayerReplay
 
-TOKENS, EXPERTS, TOPK = 12, 16, 4
+TOKENS = 12
+EXPERTS = 16
+TOPK = 4
 GROUPS = {"num_groups": 4, "group_topk": 2}
 ROWS = torch.tensor([0, 2, 3, 4, 7, 11])  # those with choices
 
@@ -71,7 +73,8 @@ def replaying(kind: Kind, rows: Tensor, experts: Tensor) -> LayerReplay:
 
 @every_kind
 def test_weights_and_gradient_of_replayed_experts_are_those_of_the_formula(kind: Kind) -> None:
-    logits, experts = random_logits(0).requires_grad_(), other_experts(len(ROWS))
+    logits = random_logits(0).requires_grad_()
+    experts = other_experts(len(ROWS))
     probabilities, routing_map = kind.route(logits, replaying(kind, ROWS, experts))
     own = chosen(kind.route(logits, None)[1])
     full = own.index_copy(0, ROWS, experts).sort(1).values
@@ -89,7 +92,8 @@ def test_weights_and_gradient_of_replayed_experts_are_those_of_the_formula(kind:
 
 def test_experts_that_differ_are_counted() -> None:
     kind = KINDS["sigmoid_groups"]
-    own, others = chosen(kind.route(random_logits(0), None)[1])[ROWS], other_experts(len(ROWS))
+    own = chosen(kind.route(random_logits(0), None)[1])[ROWS]
+    others = other_experts(len(ROWS))
     replay = replaying(kind, ROWS, others)
     kind.route(random_logits(0), replay)
     pairs = zip(own.tolist(), others.tolist(), strict=True)
@@ -98,9 +102,11 @@ def test_experts_that_differ_are_counted() -> None:
 
 def test_a_recomputed_forward_replays_what_its_first_one_did() -> None:
     """As a pipeline does: two forwards without gradients, then both again, the oldest first."""
-    kind, replay = KINDS["softmax"], LayerReplay(0, None, is_training=True)
+    kind = KINDS["softmax"]
+    replay = LayerReplay(0, None, is_training=True)
     targets = [(ROWS, other_experts(len(ROWS))), (ROWS, other_experts(len(ROWS)).flip(0)), None]
-    first, again = [], []
+    first = []
+    again = []
     with torch.no_grad():
         for replay.target in targets:
             first.append(kind.route(random_logits(0), replay)[1])

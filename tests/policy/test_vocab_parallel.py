@@ -43,14 +43,16 @@ def random_case(tokens: int, hidden: int, vocabulary: int, padding: int, seed: i
 def chunked(
     case: Case, vocabulary: int, temperature: float, chunk: int, others: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    hidden, weight = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
+    hidden = case.hidden.clone().requires_grad_()
+    weight = case.weight.clone().requires_grad_()
     shard = VocabularyShard(Head(temperature, chunk, vocabulary))
     out = token_logprobs(hidden, weight, case.targets, shard, others)
     return (out.detach(), *torch.autograd.grad(out, (hidden, weight), case.cotangent))
 
 
 def reference(case: Case, vocabulary: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    hidden, weight = case.hidden.double().requires_grad_(), case.weight.double().requires_grad_()
+    hidden = case.hidden.double().requires_grad_()
+    weight = case.weight.double().requires_grad_()
     distribution = torch.distributions.Categorical(logits=hidden @ weight[:vocabulary].t() / temperature)
     out = torch.stack([distribution.log_prob(case.targets), distribution.entropy()])
     return (out.detach(), *torch.autograd.grad(out, (hidden, weight), case.cotangent.double()))
@@ -63,13 +65,16 @@ def error_bounds(
 
     hidden [T, H], weight [V, H] (without padding) and cotangent [2, T] in float64; targets [T].
     """
-    tokens, width, vocabulary = len(hidden), hidden.shape[1], len(weight)
+    tokens = len(hidden)
+    width = hidden.shape[1]
+    vocabulary = len(weight)
     logits = hidden @ weight.t() / temperature
     magnitudes = hidden.abs() @ weight.abs().t() / temperature
     # A dot product of `width` terms and a division; counted again for the maximum logit.
     d_logit = (width + 1) * U * magnitudes.amax(1, keepdim=True)
     log_p = logits.log_softmax(1)
-    p, entropy = log_p.exp(), -(log_p.exp() * log_p).sum(1, keepdim=True)
+    p = log_p.exp()
+    entropy = -(log_p.exp() * log_p).sum(1, keepdim=True)
     shifted = logits - logits.amax(1, keepdim=True)
     log_sum = -log_p.amax(1, keepdim=True)
     d_shifted = 2 * d_logit + U * shifted.abs()
@@ -94,7 +99,8 @@ def error_bounds(
 
 
 def check(case: Case, vocabulary: int, temperature: float, chunk: int) -> None:
-    actual, expected = chunked(case, vocabulary, temperature, chunk), reference(case, vocabulary, temperature)
+    actual = chunked(case, vocabulary, temperature, chunk)
+    expected = reference(case, vocabulary, temperature)
     bounds = error_bounds(
         case.hidden.double(), case.weight[:vocabulary].double(), case.cotangent.double(), case.targets, temperature
     )
@@ -121,7 +127,8 @@ def test_each_cotangent(row: int) -> None:
 
 def test_peaked_distributions_stay_finite() -> None:
     case = random_case(9, 4, 13, 3, scale=200.0)
-    actual, expected = chunked(case, 13, 0.5, 2), reference(case, 13, 0.5)
+    actual = chunked(case, 13, 0.5, 2)
+    expected = reference(case, 13, 0.5)
     for tensor, expected_tensor in zip(actual, expected, strict=True):
         torch.testing.assert_close(tensor.double(), expected_tensor, rtol=1e-4, atol=1e-3)
 
@@ -129,7 +136,8 @@ def test_peaked_distributions_stay_finite() -> None:
 def peaked_case(top: float, vocabulary: int = 256, tokens: int = 64) -> Case:
     case = random_case(tokens, 64, vocabulary, 0)
     largest = (case.hidden @ case.weight.t()).amax(1, keepdim=True)
-    hidden, weight = (case.hidden * top / largest).bfloat16(), case.weight.bfloat16()
+    hidden = (case.hidden * top / largest).bfloat16()
+    weight = case.weight.bfloat16()
     return Case(hidden, weight, (hidden.double() @ weight.double().t()).topk(2).indices[:, 1], case.cotangent)
 
 
@@ -150,7 +158,8 @@ def test_a_float32_head_does_not_round_logits() -> None:
 def test_gradients_of_a_float32_head_against_float64() -> None:
     """Each is rounded to bfloat16, 2^-9 of it, twice: of the logits, and of the operands."""
     case = peaked_case(top=20.0)
-    actual, expected = chunked(case, 256, 1.0, 16), reference(case, 256, 1.0)
+    actual = chunked(case, 256, 1.0, 16)
+    expected = reference(case, 256, 1.0)
     for tensor, expected_tensor in zip(actual[1:], expected[1:], strict=True):
         assert tensor.dtype == torch.bfloat16
         assert float((tensor - expected_tensor).norm()) <= 0.004 * float(expected_tensor.norm())
@@ -163,7 +172,8 @@ def test_the_output_layers_gradient_is_summed_where_megatron_sums_it(tied: str) 
     weight = torch.nn.Parameter(case.weight.clone())
     earlier = torch.randn(weight.shape, generator=torch.Generator().manual_seed(7))
     setattr(weight, tied or "main_grad", True)
-    weight.main_grad, weight.grad_added_to_main_grad = earlier.clone(), False
+    weight.main_grad = earlier.clone()
+    weight.grad_added_to_main_grad = False
     out = token_logprobs(case.hidden, weight, case.targets, VocabularyShard(Head(1.0, 16, 256)))
     returned = torch.autograd.grad(out, weight, case.cotangent)[0]
     assert returned.shape == weight.shape
@@ -185,13 +195,16 @@ def others_of(case: Case, vocabulary: int, count: int) -> Tensor:
 @pytest.mark.parametrize(("scale", "count"), [(1.0, 4), (1.0, 12), (6.0, 8)])
 def test_other_tokens_and_all_the_rest_against_log_softmax(scale: float, count: int, chunk: int) -> None:
     """With a scale of 6 nearly all probability is often in few tokens, and the rest far below rounding error of 1."""
-    vocabulary, padding, temperature = 13, 2, 0.7
+    vocabulary = 13
+    padding = 2
+    temperature = 0.7
     case = random_case(11, 6, vocabulary, padding, scale=scale)
     case = replace(case, cotangent=torch.randn(3 + count, 11, generator=torch.Generator().manual_seed(6)))
     others = others_of(case, vocabulary, count)
     found = chunked(case, vocabulary, temperature, chunk, others)
 
-    exact_hidden, exact_weight = case.hidden.double().requires_grad_(), case.weight.double().requires_grad_()
+    exact_hidden = case.hidden.double().requires_grad_()
+    exact_weight = case.weight.double().requires_grad_()
     logits = exact_hidden @ exact_weight[:vocabulary].t() / temperature
     logprobs = logits.log_softmax(-1)
     picked = logprobs.gather(1, others.clamp(min=0).long()).where(others >= 0, LEAST_LOGPROB)
@@ -212,7 +225,9 @@ def test_other_tokens_and_all_the_rest_against_log_softmax(scale: float, count: 
 
 def test_logprobs_over_kept_tokens_against_a_masked_log_softmax() -> None:
     """The kept tokens of each row with its target, from 1 to all 13 of them; a row of padding keeps all."""
-    vocabulary, padding, temperature = 13, 2, 0.7
+    vocabulary = 13
+    padding = 2
+    temperature = 0.7
     case = random_case(14, 6, vocabulary, padding, scale=2.0)
     generator = torch.Generator().manual_seed(3)
     kept = torch.full((14, vocabulary), NO_TOKEN, dtype=torch.int32)
@@ -220,12 +235,14 @@ def test_logprobs_over_kept_tokens_against_a_masked_log_softmax() -> None:
         others = torch.randperm(vocabulary, generator=generator)
         chosen = [int(case.targets[row]), *others[others != case.targets[row]][: row - 1].tolist()]
         kept[row, :row] = torch.tensor(chosen)[torch.randperm(row, generator=generator)]
-    hidden, weight = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
+    hidden = case.hidden.clone().requires_grad_()
+    weight = case.weight.clone().requires_grad_()
     shard = VocabularyShard(Head(temperature, 5, vocabulary))
     found, log_mass = within_kept(token_logprobs(hidden, weight, case.targets, shard, kept), kept)
     gradients = torch.autograd.grad(found, (hidden, weight), case.cotangent)
 
-    exact_hidden, exact_weight = case.hidden.double().requires_grad_(), case.weight.double().requires_grad_()
+    exact_hidden = case.hidden.double().requires_grad_()
+    exact_weight = case.weight.double().requires_grad_()
     logits = exact_hidden @ exact_weight[:vocabulary].t() / temperature
     mask = torch.tensor([[not row or token in kept[row].tolist() for token in range(vocabulary)] for row in range(14)])
     logprobs = logits.masked_fill(~mask, -1e6).log_softmax(-1)
@@ -260,7 +277,9 @@ class LargestTensor(TorchDispatchMode):
 
 @pytest.mark.parametrize("count", [None, 3])
 def test_no_tensor_is_larger_than_a_chunk_of_logits(count: int | None) -> None:
-    tokens, vocabulary, chunk = 128, 640, 16
+    tokens = 128
+    vocabulary = 640
+    chunk = 16
     case = random_case(tokens, 1, vocabulary, 0)
     others = None if count is None else others_of(case, vocabulary, count)
     case_of_count = replace(case, cotangent=torch.ones(2 if count is None else 3 + count, tokens))

@@ -226,7 +226,9 @@ def test_values_that_are_too_large_to_draw_are_gaps(tmp_path: Path) -> None:
 
 def test_downsampling_keeps_ends_extremes_and_gaps() -> None:
     values = [float(index % 97) for index in range(5000)]
-    values[1234], values[4321], values[2500] = -50.0, 500.0, math.nan
+    values[1234] = -50.0
+    values[4321] = 500.0
+    values[2500] = math.nan
     other = [0.0] * 5000
     other[777] = 1.0
     kept = downsample([values, other], POINTS)

@@ -11,9 +11,11 @@ from grpo_mp.rewards.settings import CodeConfig
 from grpo_mp.utils.types import SampleGroup
 
 MakeGroup = Callable[..., SampleGroup]
-MAX, MIN = "def largest(xs):\n    return max(xs)\n", "def largest(xs):\n    return min(xs)\n"
+MAX = "def largest(xs):\n    return max(xs)\n"
+MIN = "def largest(xs):\n    return min(xs)\n"
 SOLUTION = "class Solution:\n    def largest(self, xs: List[int]) -> int:\n        return {}(xs)\n"
-SUM, DIFFERENCE = "a, b = map(int, input().split())\nprint(a + b)", "a, b = map(int, input().split())\nprint(a - b)"
+SUM = "a, b = map(int, input().split())\nprint(a + b)"
+DIFFERENCE = "a, b = map(int, input().split())\nprint(a - b)"
 KEEP = "def swap(a, b):\n    return a, b\n"
 HUMAN_EVAL = {
     "prompt": 'from typing import List\n\ndef shift(x: int) -> int:\n    """Add one."""\n    return x + 1\n\n'

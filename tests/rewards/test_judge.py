@@ -28,7 +28,9 @@ class Server(JsonServer):
         self.url += "/v1/"
         self.failures: list[tuple[int, str] | str | float] = []
         self.contents: list[str] = []
-        self.running, self.peak, self.lock = 0, 0, threading.Lock()
+        self.running = 0
+        self.peak = 0
+        self.lock = threading.Lock()
 
     def answer(self, path: str, body: Any, headers: Mapping[str, str]) -> Reply:
         content = body["messages"][0]["content"]

@@ -33,7 +33,8 @@ class NeverCalled(MathVerifier):
 
 def closing_brace(text: str, start: int) -> int | None:
     """The brace that closes the one before `start`, by counting from there."""
-    depth, position = 1, start
+    depth = 1
+    position = start
     while position < len(text):
         depth += {"{": 1, "}": -1}.get(text[position], 0)
         if depth == 0:
@@ -69,7 +70,8 @@ def test_which_box_is_a_setting(make_group: Callable[..., SampleGroup]) -> None:
 )
 def test_a_number_is_read_in_every_way_to_write_it(value: Fraction, places: int, form: str) -> None:
     """Compared with Python's own formats of numbers."""
-    sign, size = "-" * (value < 0), abs(value)
+    sign = "-" * (value < 0)
+    size = abs(value)
     whole, part = divmod(size.numerator, size.denominator)
     rounded = Decimal(size.numerator) / size.denominator
     texts = {
@@ -170,7 +172,8 @@ def table(name: str) -> dict[str, list[Triple]]:
     return forms
 
 
-FORMS, LIMITS = table("answers.txt"), table("known_limits.txt")
+FORMS = table("answers.txt")
+LIMITS = table("known_limits.txt")
 
 
 def read_otherwise(triples: list[Triple], verifier: MathVerifier) -> list[Triple]:

@@ -151,7 +151,8 @@ def test_a_program_ends_with_the_process_that_wanted_it() -> None:
     with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE) as owner:
         assert owner.stdout
         assert owner.stdout.readline()
-        deadline, process = time.monotonic() + 60, psutil.Process(owner.pid)
+        deadline = time.monotonic() + 60
+        process = psutil.Process(owner.pid)
         while len(jailed := process.children(recursive=True)) < 3:  # bwrap inside and outside, and the program
             assert time.monotonic() < deadline
             time.sleep(0.05)

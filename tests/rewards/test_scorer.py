@@ -182,13 +182,15 @@ def test_metrics_of_functions_are_averaged_once(scorer: Callable[..., Scorer], m
 
 
 def test_reward_stats_of_ranks_add_up() -> None:
-    first, second = RewardStats(unscored=2), RewardStats()
+    first = RewardStats(unscored=2)
+    second = RewardStats()
     for value in (1.0, 2.0):
         first.log("mine", value)
     second.log("mine", 6.0)
     first.failures["a"] += 1
     second.failures.update({"a": 2, "b": 1})
-    first.first_errors["a"], second.first_errors["a"] = "first", "second"
+    first.first_errors["a"] = "first"
+    second.first_errors["a"] = "second"
     merged = sum_stats([first, second])
     assert (merged.unscored, merged.failures) == (2, {"a": 3, "b": 1})
     assert (merged.logged, merged.first_errors) == ({"mine": 3.0}, {"a": "first"})

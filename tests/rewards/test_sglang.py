@@ -119,7 +119,8 @@ def test_where_steps_end(pieces: list[str], ends: list[int]) -> None:
 
 
 def test_steps_of_an_episode_end_with_its_turns_and_in_nothing_that_it_was_given() -> None:
-    pieces, generated = ["a", "\n\n", "b", "result", "\n\n", "more", "c", "\n"], [1, 1, 1, 0, 0, 0, 1, 1]
+    pieces = ["a", "\n\n", "b", "result", "\n\n", "more", "c", "\n"]
+    generated = [1, 1, 1, 0, 0, 0, 1, 1]
     assert step_ends(pieces, list(map(bool, generated))) == [1, 2, 7]
     assert step_ends(["a", "b"], [True, False]) == [0]
     assert step_ends(["a", "\n\n"], [False, False]) == []

@@ -23,8 +23,11 @@ class TextClient:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], seconds: float = 0.0) -> None:
-        self.tokenizer, self.texts, self.seconds = tokenizer, texts, seconds
-        self.index, self.prompts = 0, list[tuple[int, ...]]()
+        self.tokenizer = tokenizer
+        self.texts = texts
+        self.seconds = seconds
+        self.index = 0
+        self.prompts = list[tuple[int, ...]]()
 
     async def generate(self, tokens: Any, sampling: SamplingParams, routing: Any = None) -> list[EngineOutput]:
         self.prompts.append(tuple(tokens))

@@ -49,7 +49,9 @@ class FakeEngine:
         return list(await asyncio.gather(*(self._respond(prompt, len(given), sampling, index) for index in indices)))
 
     async def _respond(self, prompt: int, given: int, sampling: SamplingParams, index: int) -> EngineOutput:
-        left, aborted, tokens = sampling.max_response_tokens, asyncio.Event(), list[int]()
+        left = sampling.max_response_tokens
+        aborted = asyncio.Event()
+        tokens = list[int]()
         length = draw_length(prompt, index, given + left)
         self._aborts.append(aborted)
         self._running += 1

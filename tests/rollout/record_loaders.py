@@ -33,14 +33,18 @@ class RecordedTensor(torch.Tensor):
         tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             RecordedTensor, meta.shape, strides=meta.stride(), dtype=meta.dtype, device="meta"
         )
-        tensor.names, tensor.copied, tensor.meta, tensor.given = frozenset(names), copied, meta, given
+        tensor.names = frozenset(names)
+        tensor.copied = copied
+        tensor.meta = meta
+        tensor.given = given
         recorded: RecordedTensor = tensor
         return recorded
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = [value for value in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(value, cls)]
-        names, copied = frozenset().union(*(tensor.names for tensor in found)), found[0].copied
+        names = frozenset().union(*(tensor.names for tensor in found))
+        copied = found[0].copied
         for tensor in () if func.is_view else found:
             tensor._note_read()
         if func in (torch.ops.aten.copy_.default, torch.ops.aten.set_.source_Tensor) and not isinstance(args[0], cls):
@@ -48,11 +52,13 @@ class RecordedTensor(torch.Tensor):
                 copied[name][0] += args[1].numel()
             return args[0]
         plain = tree_map_only(cls, lambda tensor: tensor.meta, (args, kwargs or {}))
-        result, given = func(*plain[0], **plain[1]), func.is_view and all(tensor.given for tensor in found)
+        result = func(*plain[0], **plain[1])
+        given = func.is_view and all(tensor.given for tensor in found)
         return tree_map_only(torch.Tensor, lambda tensor: cls.of(tensor, names, copied, given), result)
 
     def _note_read(self) -> None:
-        first, steps = self.meta.storage_offset(), zip(self.meta.shape, self.meta.stride(), strict=True)
+        first = self.meta.storage_offset()
+        steps = zip(self.meta.shape, self.meta.stride(), strict=True)
         last = first + sum((size - 1) * stride for size, stride in steps)
         for name in self.names if self.given else ():
             known = self.copied.setdefault(name, [0, first, last])

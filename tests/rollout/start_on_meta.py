@@ -145,7 +145,8 @@ def start_on_meta(arguments: dict[str, Any]) -> dict[str, Any]:
     publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
     set_groups(get_parallel())
     model = build_model(server_args)
-    graphs, resolved = get_exec().graph.cuda_graph_config, _resolved_arguments(server_args)
+    graphs = get_exec().graph.cuda_graph_config
+    resolved = _resolved_arguments(server_args)
     drafts = resolved["speculative_algorithm"] == "EAGLE"
     draft = build_model(server_args, draft=True) if drafts else None
     return {

@@ -75,7 +75,9 @@ def test_kept_tokens_and_logprobs_over_them_are_those_of_the_rule(
 ) -> None:
     """At most k tokens, until those before have the mass p, at least a share min_p of the most likely; in float64."""
     sampling = SamplingParams(16, 0.6, top_p, ignore_eos=True, with_kept=True)
-    limits, worst, sizes = truncation_of(top_p), 0.0, set[int]()
+    limits = truncation_of(top_p)
+    worst = 0.0
+    sizes = set[int]()
     for response in ask(lambda client: client.generate(PROMPT, sampling, 6)):
         tables = expected_logprobs(model_folder, [*PROMPT, *response.tokens], 0.6)[len(PROMPT) - 1 : -1].double().exp()
         kept = response.kept.padded(int(response.kept.counts.max()))

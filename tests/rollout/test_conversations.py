@@ -270,7 +270,8 @@ def same_experts(first: SampleGroup, second: SampleGroup) -> bool:
 
 
 def test_dump_and_journal_give_the_sequences_back(tmp_path: Path) -> None:
-    group, other = make_group(), make_group(4)
+    group = make_group()
+    other = make_group(4)
     write_groups(tmp_path / "x", [group, other], {3}, "")
     assert read_groups(tmp_path / "x") == [(group, True), (other, False)]
     assert same_experts(read_groups(tmp_path / "x")[0][0], group)
@@ -342,7 +343,8 @@ def test_the_kl_of_all_sequences_counts_against_the_reward(
 ) -> None:
     """A sample without a reward has an advantage of 0."""
     settings = load_settings(tiny_run.config, [*K1_IN_REWARD, "layout.expert=1", "algorithm.advantage.scale=none"])
-    algorithm, group = settings.algorithm.model_copy(update={"old_logprobs": "engine"}), make_group()
+    algorithm = settings.algorithm.model_copy(update={"old_logprobs": "engine"})
+    group = make_group()
     first, second, third = group.samples
     if not is_scored:
         group = replace(group, samples=(first, replace(second, reward=50.0, is_scored=False), third))

@@ -243,7 +243,8 @@ def test_kernels_that_cannot_load_new_weights_are_refused(args: dict[str, Any], 
 
 
 def test_formats_that_do_not_fit_the_model_are_refused() -> None:
-    dense, moe = published_config("qwen3-8b"), published_config("qwen3-30b-a3b")
+    dense = published_config("qwen3-8b")
+    moe = published_config("qwen3-30b-a3b")
     with pytest.raises(UserError, match="only routed experts are sent in INT4, and qwen3 has none"):
         engine_format({"quantization": "compressed-tensors"}, dense, cpu=False)
     check_blocks(engine_parallelism(8, {}, moe), moe, INT4)  # 96 columns of each expert are three groups

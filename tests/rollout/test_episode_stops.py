@@ -60,7 +60,8 @@ async def idle(task: Task, policy: Policy) -> Episode:
 def test_a_stop_ends_episodes_that_wait_for_something_else_and_keeps_what_had_ended(tmp_path: Path) -> None:
     """What is resumed has the episode that had ended, which is on disk since then, and rolls out the other again."""
     runner = make_runner(engine(0.0), f"{HERE}:idle")
-    prompt, recorded = make_prompt(runner), list[Any]()
+    prompt = make_prompt(runner)
+    recorded = list[Any]()
     prompt.columns["idle"] = True
     scorer: Any = SimpleNamespace()
     tokenizer: Any = WORDS

@@ -86,7 +86,8 @@ def test_the_example_of_the_page(roll_out: Callable[..., Any], tmp_path: Path, m
 
 
 async def self_play(task: Task, policy: Policy) -> Episode:
-    other, messages = policy.unrecorded(), [*task.messages]
+    other = policy.unrecorded()
+    messages = [*task.messages]
     for _ in range(2):
         mine, _ = await asyncio.gather(
             policy.generate(messages, max_tokens=4), other.generate([{"role": "user", "content": "more"}], max_tokens=4)

@@ -49,7 +49,8 @@ def evaluate(tiny_run: TinyRun, overrides: Sequence[str], engine: FakeEngine, co
     tokenizer.batch_decode = lambda tokens, **_: ["\\boxed{7}" for _ in tokens]
     scorer = Scorer(settings.reward, settings.rollout.max_response_tokens)
     parts = RolloutParts(hf=HfConfig.read(tiny_run.model), tokenizer=tokenizer, scorer=scorer)
-    base, job = base_spec(settings.model, 64, seed=0, rank=0), SimpleNamespace(rank=0, world_size=1, ranks_per_node=1)
+    base = base_spec(settings.model, 64, seed=0, rank=0)
+    job = SimpleNamespace(rank=0, world_size=1, ranks_per_node=1)
     with Rollout(parts, settings.engine, settings.rollout, base, cast("Job", job), logs=tiny_run.folder) as rollout:
         host: Any = SimpleNamespace(client=engine, lose=print, stop=lambda: None)
         rollout.engine = host

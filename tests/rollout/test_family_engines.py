@@ -46,7 +46,8 @@ def test_scores_are_those_of_transformers(
     name: str, make_spec: Callable[..., EngineSpec], expected_logprobs: Logprobs, tmp_path: Path
 ) -> None:
     family, shape = FAMILIES[name]
-    folder, other = tmp_path / "model", tmp_path / "other"
+    folder = tmp_path / "model"
+    other = tmp_path / "other"
     for seed, path in enumerate((folder, other)):
         make_tiny(path, family, make_tokenizer(["apples"]), seed, num_hidden_layers=2, **WIDE | shape)
     with started_engine(make_spec(model=folder), tmp_path / "engine.log") as process:

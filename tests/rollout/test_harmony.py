@@ -28,7 +28,8 @@ def test_an_episode_with_a_call(roll_out: RollOut, call: str, thought: str) -> N
     """Sampled ids stay; between them is what the template writes in the whole conversation."""
     set_template_date(date.today())
     renderer = make_renderer("gptoss", tools=False)
-    words, texts = renderer.tokenizer, [thought + CALLS[call], THOUGHT + FINAL]
+    words = renderer.tokenizer
+    texts = [thought + CALLS[call], THOUGHT + FINAL]
     prompts = []
 
     async def generate(tokens: Any, sampling: SamplingParams, routing: Any = None) -> list[EngineOutput]:

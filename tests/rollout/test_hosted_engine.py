@@ -93,7 +93,9 @@ def store() -> dist.Store:
 @pytest.fixture
 def host(process: Callable[[EnginePlacement], EngineProcess], store: dist.Store) -> Iterator[Host]:
     """An engine, started; it has its devices for itself."""
-    loop, hosts, before = EventLoopThread("engine"), list[HostedEngine](), children()
+    loop = EventLoopThread("engine")
+    hosts = list[HostedEngine]()
+    before = children()
 
     def make(nodes: int = 1, ranks: int = 1, **config: Any) -> HostedEngine:
         placement = EnginePlacement(0, 1, 0, nodes)
@@ -157,8 +159,11 @@ def test_one_that_runs_out_of_memory_starts_again(
 ) -> None:
     """Its server lives and says so; the one that starts in its place has the memory."""
     others = set(children())  # engines that other tests share
-    engine, rollout = host(ranks=0), Rollout.__new__(Rollout)
-    rollout.engine, rollout._node, rollout._loop = engine, None, engine._loop
+    engine = host(ranks=0)
+    rollout = Rollout.__new__(Rollout)
+    rollout.engine = engine
+    rollout._node = None
+    rollout._loop = engine._loop
     move = engine_functions(rollout, one_rank_group)["engine_weights"]
     transport: Any = SimpleNamespace(export=lambda round_, staged: nullcontext([]))
     round_: Any = None
@@ -168,7 +173,8 @@ def test_one_that_runs_out_of_memory_starts_again(
             pass
 
     call = {"sleep": partial(move, False), "wake": partial(move, True), "sync": sync}[moment]
-    before, server = engine.client, set(children()) - others
+    before = engine.client
+    server = set(children()) - others
     full.touch()
     call()
     assert (rollout.client, rollout.is_lost, full.exists()) == (None, True, False)
@@ -197,7 +203,8 @@ def test_the_nodes_of_an_engine_start_and_end_together(
         monkeypatch.setenv(name, value)
     placement = EnginePlacement(0, 2, 1, 2)
     node_process = process(placement)
-    node, engine = EngineNode(node_process), host(nodes=2)
+    node = EngineNode(node_process)
+    engine = host(nodes=2)
     node.start(store)
 
     def pid() -> int:

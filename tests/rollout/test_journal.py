@@ -102,10 +102,13 @@ def test_a_file_that_is_cut_anywhere_keeps_what_is_whole_and_goes_on(tmp_path: P
 
 
 def test_a_flipped_bit_is_noticed_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file, rng = written(tmp_path, FINISHED, PAUSED, EPISODE), random.Random(0)
-    content, records = file.read_bytes(), read_records(file)
+    file = written(tmp_path, FINISHED, PAUSED, EPISODE)
+    rng = random.Random(0)
+    content = file.read_bytes()
+    records = read_records(file)
     for _ in range(200):
-        place, bit = rng.randrange(len(content)), rng.randrange(8)
+        place = rng.randrange(len(content))
+        bit = rng.randrange(8)
         flipped = bytearray(content)
         flipped[place] ^= 1 << bit
         file.write_bytes(flipped)

@@ -70,7 +70,8 @@ async def careful(task: Task, base_url: str, api_key: str) -> float:
             await client.with_options(api_key=api_key[:-1]).models.list()
         first = await client.chat.completions.create(model="m", messages=messages, max_tokens=6, temperature=1.0)
         said = first.choices[0].message.content
-        reason, count = first.choices[0].finish_reason, first.usage.completion_tokens
+        reason = first.choices[0].finish_reason
+        count = first.usage.completion_tokens
         assert reason == "stop" or (reason == "length" and count == 6)
         answer = {"role": "assistant", "content": said + "!" if task.index == 1 else said}
         again = [*messages, answer, {"role": "user", "content": [{"type": "text", "text": "more"}]}]
@@ -93,7 +94,8 @@ async def left_open(task: Task, base_url: str, api_key: str) -> None:
     create = client.chat.completions.create
     is_asked = task.prompt.columns["is_asked"]
     if task.index == 0:
-        LEFT["client"], LEFT["request"] = client, asyncio.ensure_future(create(model="m", messages=[*task.messages]))  # type: ignore[list-item]
+        LEFT["client"] = client  # type: ignore[list-item]
+        LEFT["request"] = asyncio.ensure_future(create(model="m", messages=[*task.messages]))
         await is_asked.wait()
         return
     await is_asked.wait()
@@ -163,7 +165,8 @@ def test_calls_of_an_agents_own_tools_are_spliced(roll_out: RollOut) -> None:
     assert (kept.error, forked.error, kept.metrics["forks"], forked.metrics["forks"]) == ("", "", 0, 1)
     assert kept.episode_reward == 6.0
     question = "<|system|>calculator<|im_end|><|user|>How many?<|im_end|><|assistant|>"
-    call, answer = '[calculator(expression="2*3")]<|im_end|>', "<|tool|>6<|im_end|><|assistant|>"
+    call = '[calculator(expression="2*3")]<|im_end|>'
+    answer = "<|tool|>6<|im_end|><|assistant|>"
     assert words.decode(kept.prompt_tokens) == question
     assert words.decode(kept.tokens) == call + answer + CALL_AGAIN + "<|im_end|>"
     assert words.decode([t for t, own in zip(kept.tokens, kept.generated, strict=True) if not own]) == answer

@@ -19,7 +19,9 @@ from grpo_mp.rollout.worker import RolloutTask, RolloutWorker
 from grpo_mp.utils.types import Prompt, SampleGroup
 
 PROMPT = Prompt(0, "", (5, 6, 7, 8, 9, 10, 11, 12))
-SAMPLES, MAX_TOKENS, TOLERANCE = 256, 24, 1e-4
+SAMPLES = 256
+MAX_TOKENS = 24
+TOLERANCE = 1e-4
 
 
 async def generate(client: EngineClient, sampling: SamplingParams) -> tuple[SampleGroup, list[EngineOutput]]:
@@ -28,7 +30,9 @@ async def generate(client: EngineClient, sampling: SamplingParams) -> tuple[Samp
     scorer: Any = None
     worker = RolloutWorker(client, scorer, tokenizer, 60.0, lambda error: None)
     task = RolloutTask(lambda _: PROMPT, SAMPLES, 0, 1, sampling)
-    aborted, parse, rng = list[EngineOutput](), client._parse_output, random.Random(0)
+    aborted = list[EngineOutput]()
+    parse = client._parse_output
+    rng = random.Random(0)
 
     def recording(*arguments: Any) -> EngineOutput:
         output = parse(*arguments)

@@ -78,13 +78,16 @@ def wire_format(hf: HfConfig, args: dict[str, Any]) -> WireFormat:
 def readers_of(case: int) -> Readers:
     model, gpus, args, _ = CASES[case]
     hf = small(model)
-    parallelism, form = engine_parallelism(gpus, args, hf), wire_format(hf, args).format
+    parallelism = engine_parallelism(gpus, args, hf)
+    form = wire_format(hf, args).format
     return engine_readers((0,), parallelism, expert_alignment(parallelism, args, form, H100))
 
 
 def pieces(case: int, rank: int) -> tuple[list[Piece], list[Piece]]:
     """Return what the plan brings to a rank, and all else."""
-    readers, brought, others = readers_of(case), [], []
+    readers = readers_of(case)
+    brought = []
+    others = []
     for group in group_params(wire_format(small(CASES[case][0]), CASES[case][2]).params):
         mine = [slice_ for slice_, ranks in readers(group).items() if rank in ranks]
         brought += [Piece(name, slice_) for slice_ in mine for name in group.names]
@@ -95,7 +98,8 @@ def pieces(case: int, rank: int) -> tuple[list[Piece], list[Piece]]:
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Copied]:
     """What is copied of each tensor, of each case and rank; of a slice the loaders get its view of the full shape."""
-    folder, cases = tmp_path_factory.mktemp("models"), {}
+    folder = tmp_path_factory.mktemp("models")
+    cases = {}
     for case, (model, gpus, args, ranks) in enumerate(CASES):
         hf = small(model)
         arguments = cuda_arguments(settings_of(engine={"gpus_per_engine": gpus, "args": args}), hf, folder / IDS[case])
@@ -116,20 +120,24 @@ EACH_RANK = pytest.mark.parametrize(
 def test_the_plan_brings_what_the_loaders_keep(recorded: dict[str, Copied], case: int, rank: int) -> None:
     """Of a slice they read all, and nothing of what lies around it, except of INT4, which SGLang transposes first."""
     model, gpus, args, _ = CASES[case]
-    hf, kept = small(model), recorded[f"{IDS[case]} {rank}"]
+    hf = small(model)
+    kept = recorded[f"{IDS[case]} {rank}"]
     assert "error" not in kept, kept["error"]
-    wire, parallelism = wire_format(hf, args), engine_parallelism(gpus, args, hf)
+    wire = wire_format(hf, args)
+    parallelism = engine_parallelism(gpus, args, hf)
     brought, _ = pieces(case, rank)
     assert {spec.name for spec in wire.all_specs(brought)} == kept.keys()
     experts = [piece for piece in brought if wire.params[piece.name].expert is not None]
     assert len(experts) * parallelism.expert == sum(param.expert is not None for param in wire.params.values())
     whole = {name for piece in experts if (param := wire.params[piece.name]).tp_dim is None for name in param.hf}
     for spec in wire.all_specs(experts):
-        first, elements = spec.margins[0] // spec.dtype.itemsize, prod(spec.shape)
+        first = spec.margins[0] // spec.dtype.itemsize
+        elements = prod(spec.shape)
         last = first + elements - 1
         if args.get("quantization") == INT4["quantization"]:
             steps = zip(spec.full_shape, spec.stride, strict=True)
-            first, last = 0, sum((size - 1) * stride for size, stride in steps)
+            first = 0
+            last = sum((size - 1) * stride for size, stride in steps)
         assert kept[spec.name] == [elements, first, last]
         divides = spec.name not in whole and not spec.name.endswith("_shape")
         assert (spec.sliced or (0, 0, 1))[2] == (parallelism.expert_tensor if divides else 1)
@@ -168,7 +176,8 @@ def test_the_text_model_of_kimi_k2_5_is_covered_once_by_what_is_sent(tmp_path: P
     tower = {"patch_size": 14} | sizes | {f"vt_{name}": size for name, size in sizes.items()}
     values = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25"}
     (tmp_path / "config.json").write_text(json.dumps(values | {"text_config": text, "vision_config": tower}))
-    hf, cases = HfConfig.read(tmp_path), {}
+    hf = HfConfig.read(tmp_path)
+    cases = {}
     for name, args in {"wide": {}, "INT4": INT4}.items():
         folder = tmp_path / name
         arguments = cuda_arguments(settings_of(engine={"args": args}), hf, folder)

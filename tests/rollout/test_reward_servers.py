@@ -126,7 +126,8 @@ def refused_teacher(tiny_run: TinyRun) -> Callable[..., str]:
 def test_folders_that_are_no_teacher(
     refused_teacher: Callable[..., str], tiny_run: TinyRun, folder: Path, tmp_path: Path
 ) -> None:
-    none, section = tmp_path / "none", "algorithm.distillation.teacher"
+    none = tmp_path / "none"
+    section = "algorithm.distillation.teacher"
     assert refused_teacher(none).startswith(f"{section}.path={none}: no Hugging Face folder with a config.json")
     assert "LlamaForSequenceClassification names no causal language model" in refused_teacher(folder)
     assert "args.tp_size=2 does not divide the 3 ranks" in refused_teacher(tiny_run.model, 3, args={"tp_size": 2})
@@ -148,7 +149,8 @@ def test_folders_that_are_no_teacher(
 
 def test_a_plan_counts_the_model_in_score_and_its_copy_on_the_host(folder: Path) -> None:
     chosen = settings({"answer": 1.0, "model": {"path": str(folder), "args": {"tp_size": 2}}})
-    cluster, hf = read_cluster("h100-80"), published_config("qwen2.5-7b")
+    cluster = read_cluster("h100-80")
+    hf = published_config("qwen2.5-7b")
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 2
     memory = plan_memory(make_job(chosen, hf, cluster, 1))
     plain = plan_memory(make_job(chosen.model_copy(update={"reward": RewardConfig(answer=1.0)}), hf, cluster, 1))
@@ -164,8 +166,10 @@ def test_a_plan_counts_the_model_in_score_and_its_copy_on_the_host(folder: Path)
 def test_a_server_that_has_ended_stops_the_run_with_its_log(folder: Path, tmp_path: Path) -> None:
     """Its last lines are shown, not only that a request had no answer; groups that wait are not asked about."""
     chosen = settings({"model": {"path": str(folder)}}, run={"folder": str(tmp_path), "steps": 1})
-    spec, models = base_spec(chosen.model, 96, 0, rank=0), served_models(chosen.reward, None)
-    servers, asked = RewardServers(models, spec, tmp_path / "logs", 1, (0,), 600.0), list[SampleGroup]()
+    spec = base_spec(chosen.model, 96, 0, rank=0)
+    models = served_models(chosen.reward, None)
+    servers = RewardServers(models, spec, tmp_path / "logs", 1, (0,), 600.0)
+    asked = list[SampleGroup]()
     servers.launch()
 
     def finish(group: SampleGroup) -> SampleGroup:

@@ -92,7 +92,8 @@ def test_a_resumed_response_keeps_those_of_each_version(
     assert len(more.routed_experts) == len(more.tokens) == 8  # those that are known do not come again
     response = joined(begun, more)
     every = [*PROMPT, *response.tokens]
-    actual, known = ascending(response.routed_experts), len(tokens) - 1
+    actual = ascending(response.routed_experts)
+    known = len(tokens) - 1
     assert len(actual) == len(every) - 1
     assert torch.equal(actual[:known], expected(model_folder, every)[:known])
     assert torch.equal(actual[known:], expected(other_folder, every)[known:])

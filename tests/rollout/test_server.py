@@ -76,7 +76,8 @@ def test_a_running_engine_idles_without_work(engine: EngineProcess) -> None:
     assert len(processes) >= 4  # watcher, server, scheduler, detokenizer
 
     # One that polls runs, or waits for a processor, at every look.
-    deadline, asleep = time.monotonic() + GONE_LIMIT_S, 0
+    deadline = time.monotonic() + GONE_LIMIT_S
+    asleep = 0
     while asleep < 5:
         assert time.monotonic() < deadline, [(process.cmdline(), process.status()) for process in processes]
         time.sleep(0.01)
@@ -129,7 +130,8 @@ def test_a_server_whose_scheduler_is_killed_while_starting_ends(make_spec: SpecF
     """As by the kernel, or a fault in a kernel: SGLang's other processes still run then."""
     with started_engine(make_spec(), tmp_path / "engine.log") as engine:
         wait_until_server_runs(engine._process.pid)
-        deadline, schedulers = time.monotonic() + START_TIMEOUT_S, list[psutil.Process]()
+        deadline = time.monotonic() + START_TIMEOUT_S
+        schedulers = list[psutil.Process]()
         while not schedulers:
             assert time.monotonic() < deadline
             processes = session_processes(engine._process.pid)

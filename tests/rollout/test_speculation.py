@@ -142,7 +142,8 @@ def test_a_sync_and_its_check_reach_the_layer_that_drafts_where_it_is_trained() 
 
     bodies = []
     for with_draft in (False, True):
-        syncing, checking = RecordingClient(), RecordingClient()
+        syncing = RecordingClient()
+        checking = RecordingClient()
         asyncio.run(sync(syncing, with_draft))
         asyncio.run(checksums(checking, with_draft))
         sent = dict(syncing.sent)

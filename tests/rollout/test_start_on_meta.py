@@ -139,7 +139,8 @@ def test_a_recipe_starts(facts_by_case: Facts, name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "tiny_moe"])
 def test_a_recipe_is_sharded_and_quantized_as_planned(facts_by_case: Facts, name: str) -> None:
     """The planner counts a GPU's weights from the parameter mapping, SGLang allocates them."""
-    settings, facts = load_settings(CONFIGS / f"{name}.yaml"), facts_by_case[name]
+    settings = load_settings(CONFIGS / f"{name}.yaml")
+    facts = facts_by_case[name]
     hf, _ = find_config(settings.model.path)
     parallelism = engine_parallelism(settings.engine.gpus_per_engine, settings.engine.args, hf)
     assert facts["attn_dp_size"] == parallelism.replicas

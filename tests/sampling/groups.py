@@ -9,7 +9,8 @@ PROMPT = Prompt(3, "How many?", (5, 6), "7", {"level": 2}, ({"role": "user", "co
 
 def answer(index: int, length: int = 2, prompt: Prompt = PROMPT, **values: Any) -> Sample:
     """An answer of so many tokens."""
-    tokens, logprobs = tuple(range(8, 8 + length)), tuple(-0.5 - number for number in range(length))
+    tokens = tuple(range(8, 8 + length))
+    logprobs = tuple(-0.5 - number for number in range(length))
     return Sample(prompt.index, index, prompt.tokens, tokens, logprobs, (0,) * length, **{"truncated": False} | values)
 
 

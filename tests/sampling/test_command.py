@@ -93,7 +93,8 @@ def test_a_folder_of_other_settings_is_refused(own_run: TinyRun, tmp_path: Path,
 
 
 def test_a_folder_of_other_weights_prompts_or_code_is_refused(own_run: TinyRun, tmp_path: Path) -> None:
-    copy, code = Path(shutil.copytree(own_run.model, tmp_path / "model")), tmp_path / "my_rewards.py"
+    copy = Path(shutil.copytree(own_run.model, tmp_path / "model"))
+    code = tmp_path / "my_rewards.py"
     code.write_text("a = 1")
     arguments = ("--out", str(tmp_path), "--model", str(copy), f"reward.functions={{'{code}:brief': 0.5}}")
     job = command(own_run.config, *arguments)

@@ -20,7 +20,9 @@ from tests.rollout.fake_engine import FakeEngine, draw_length, token_of
 from tests.trainer.test_collect import MortalEngine, OneRankRollout
 from tests.trainer.test_lost_engines import StuckEngine
 
-PROMPTS, LONGEST, GROUP = 60, 60, 3
+PROMPTS = 60
+LONGEST = 60
+GROUP = 3
 
 
 class WatchedRollout(OneRankRollout):

@@ -16,7 +16,8 @@ from grpo_mp.utils.types import Sample
 from tests.minimal_settings import MINIMAL_SETTINGS
 from tests.sampling.groups import answer, group_of
 
-REWARDS, LENGTHS = (0.0, 0.5, 1.0), (1, 2, 3)
+REWARDS = (0.0, 0.5, 1.0)
+LENGTHS = (1, 2, 3)
 
 
 def kept(samples: Sequence[Sample], *filters: Any, **more: Any) -> list[int]:

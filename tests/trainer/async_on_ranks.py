@@ -44,7 +44,12 @@ from grpo_mp.utils.background import EventLoopThread
 from grpo_mp.utils.types import ExpertIds, Prompt, SampleGroup, SampleInfo
 from tests.trainer.one_step import OneStep, make_batch
 
-PROMPTS, PROMPT_TOKENS, VOCABULARY, LONGEST, SLOTS, ENGINES = 60, 2, 48, 12, 5, 2
+PROMPTS = 60
+PROMPT_TOKENS = 2
+VOCABULARY = 48
+LONGEST = 12
+SLOTS = 5
+ENGINES = 2
 
 
 @dataclass
@@ -82,12 +87,14 @@ class SeededEngine:
         routing: ModelShape | None,
         routed_tokens: int,
     ) -> EngineOutput:
-        given, whole = len(prompt) - PROMPT_TOKENS, length_of(seed)
+        given = len(prompt) - PROMPT_TOKENS
+        whole = length_of(seed)
         places = range(given, min(whole, given + sampling.max_response_tokens))
         of_tokens = (versions[0],) * (len(places) - 1) + (versions[1],)
         drawn = of_tokens if sampling.seeds else (0,) * len(places)
         tokens = tuple(token_of(seed, place, version) for place, version in zip(places, drawn, strict=True))
-        logprobs, truncated = tuple(map(logprob_of, tokens, drawn)), given + len(places) < whole or whole == LONGEST
+        logprobs = tuple(map(logprob_of, tokens, drawn))
+        truncated = given + len(places) < whole or whole == LONGEST
         experts = experts_of((*prompt, *tokens)[routed_tokens:-1], routing) if routing else None
         return EngineOutput(tokens, logprobs, of_tokens, truncated, routed_experts=experts)
 
@@ -174,13 +181,15 @@ def run(settings: Settings, job: Job, parallel: Parallel | None, steps: int, num
     delays = Random(f"{number}/{job.rank}")
     routing = model_shape(HfConfig.read(settings.model.path)) if settings.training.router_replay == "R3" else None
     engines: Any = Engines(job, delays, routing)
-    phases, scorer = SimpleNamespace(phase=lambda *_: nullcontext()), Scorer()
+    phases = SimpleNamespace(phase=lambda *_: nullcontext())
+    scorer = Scorer()
     prompts = PromptSet("test", [tuple(Prompt(i, str(i), (4 + i % 40, 4 + i // 40)) for i in range(PROMPTS))])
     stored = replace(job, store=dist.PrefixStore(f"run/{number}", job.store))
     recovery: Any = SimpleNamespace(run=lambda **_: False, begin_step=lambda: None, end_generation=lambda: None)
     collector = RolloutCollector(settings, prompts, engines, scorer, stored, phases, passes, recovery)  # type: ignore[arg-type]
     policy = Policy(settings, parallel, with_reference=False) if parallel else None
-    state, hashes = TrainState(), list[str]()
+    state = TrainState()
+    hashes = list[str]()
     for step in range(1, steps + 1):
         rollouts = collector.collect(state, step)
         oldest = min(info.oldest_version for info in rollouts.infos)
@@ -218,7 +227,8 @@ def check_experts(batch: StepBatch, shape: ModelShape) -> None:
     """Every row with a target has the experts of its token, which came from the engine's rank at once."""
     for micro_batch in (one for update in batch.updates for one in update):
         assert micro_batch.routed_experts
-        rows, experts = micro_batch.routed_experts.rows, micro_batch.routed_experts.experts
+        rows = micro_batch.routed_experts.rows
+        experts = micro_batch.routed_experts.experts
         assert np.array_equal(experts.numpy(), experts_of(micro_batch.tokens[rows].tolist(), shape))
         assert set(rows.tolist()) >= set(micro_batch.mask.nonzero()[:, 0].tolist())
 

@@ -28,7 +28,8 @@ class OneStep:
         return compute_logprobs(self.policy, self.batch, self.settings.algorithm, self.settings.training, {})
 
     def train(self, updates: UpdateBatches) -> list[UpdateReport]:
-        algorithm, epochs = self.settings.algorithm, self.settings.training.epochs
+        algorithm = self.settings.algorithm
+        epochs = self.settings.training.epochs
         reports, _ = train_step(self.policy, updates, algorithm, epochs, {}, load_policy_loss(algorithm))
         return reports
 

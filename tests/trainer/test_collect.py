@@ -32,7 +32,9 @@ from grpo_mp.utils.types import Prompt, SampleGroup, SampleInfo
 from tests.rollout.fake_engine import FakeEngine, draw_length, token_of
 from tests.virtual_time import VirtualLoop
 
-PROMPTS, LONGEST, GROUP = 400, 60, 3
+PROMPTS = 400
+LONGEST = 60
+GROUP = 3
 
 
 class FakeScorer:
@@ -160,11 +162,15 @@ def collector(
     rates = {"window": 1, "max_rate": 0.99} if skips_solved else {}
     algorithm = AlgorithmConfig.model_validate({"filter": filter_, "curriculum": rates})
     job: Any = SimpleNamespace(group=one_rank_job.group)
-    job.store, job.rank, job.world_size, job.engine_ranks = dist.HashStore(), 0, 1, 0  # streams' names are new in each
+    job.store = dist.HashStore()  # streams' names are new in each
+    job.rank = 0
+    job.world_size = 1
+    job.engine_ranks = 0
     settings: Any = SimpleNamespace(rollout=config, algorithm=algorithm, shares_devices=schedule == "colocated")
     settings.data = SimpleNamespace(shuffle=False)
     settings.run = SimpleNamespace(seed=0, steps=steps, folder=folder or one_rank_job.new_folder())
-    settings.engine, settings.optimizer_steps_per_step = EngineConfig(), 1
+    settings.engine = EngineConfig()
+    settings.optimizer_steps_per_step = 1
     settings.steps_ahead = config.max_staleness - (schedule != "colocated")
     settings.updates_running_groups = schedule == "async" and config.tokens_ahead is None
     rollouts: Any = OneRankRollout(engines, slots)
@@ -212,7 +218,8 @@ def kept(prompt: int) -> bool:
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2])
 def test_steps_train_on_the_prompts_in_their_order_whoever_is_faster(one_rank_job: Any, max_staleness: int) -> None:
-    engines, rule = [FakeEngine(0, 1e-4), FakeEngine(1, 3e-3)], {"zero_std": "refill"}
+    engines = [FakeEngine(0, 1e-4), FakeEngine(1, 3e-3)]
+    rule = {"zero_std": "refill"}
     collect = collector(one_rank_job, engines, 12, rule, virtual_time=True, max_staleness=max_staleness)
     batches = run_steps(collect, engines, 8)
     trained = [[group.prompt.index for group in batch.groups] for batch in batches]
@@ -267,7 +274,8 @@ def test_what_engines_of_their_own_generate_is_neither_lost_nor_older_than_allow
     one_rank_job: Any, schedule: str, max_staleness: int, seed: int
 ) -> None:
     """Engines of random speeds generate ahead, and take new weights after random delays."""
-    random, steps = Random(f"{schedule}/{max_staleness}/{seed}"), 12
+    random = Random(f"{schedule}/{max_staleness}/{seed}")
+    steps = 12
     engines = [FakeEngine(index, random.uniform(5e-5, 5e-4)) for index in range(2)]
     collect = collector(
         one_rank_job, engines, 8, {"zero_std": "refill"}, schedule=schedule, steps=steps, max_staleness=max_staleness
@@ -293,7 +301,10 @@ def test_with_a_budget_of_tokens_the_clock_decides_nothing(
     one_rank_job: Any, schedule: str, max_staleness: int, seed: int
 ) -> None:
     """The weights of every token are those that the rule says, whatever the speeds of engines and trainer."""
-    random, steps, budget, colocated = Random(seed), 7, 9, schedule == "colocated"
+    random = Random(seed)
+    steps = 7
+    budget = 9
+    colocated = schedule == "colocated"
     engines = [FakeEngine(index, random.uniform(5e-5, 5e-4)) for index in range(2)]
     ahead = {"max_staleness": max_staleness, "tokens_ahead": budget}
     collect = collector(one_rank_job, engines, 8, {}, schedule=schedule, steps=steps, **ahead)
@@ -305,7 +316,8 @@ def test_with_a_budget_of_tokens_the_clock_decides_nothing(
         of_step = (t for t in range(max(1, step - begun), step) if place < budget * (begun - (step - t) + 1) - 1)
         return max(0, next(of_step, step) - (1 if colocated else 2))
 
-    carried, mixed = [], 0
+    carried = []
+    mixed = 0
     for step, batch in each_step(collect, engines, steps):
         check_samples(batch)
         assert [group.prompt.index for group in batch.groups] == list(range(8 * (step - 1), 8 * step))
@@ -336,6 +348,7 @@ def test_which_prompts_are_skipped_does_not_depend_on_who_was_faster(one_rank_jo
             time.sleep(pause_s)
         return prompts
 
-    slow, fast = trained(1e-3, 0.0), trained(2e-5, 0.1)
+    slow = trained(1e-3, 0.0)
+    fast = trained(2e-5, 0.1)
     assert slow == fast
     assert len(set(slow[40:])) < len(set(slow[:40]))

@@ -71,7 +71,8 @@ def values_of(critic: Critic, batch: MicroBatch) -> list[float]:
 
 
 def test_a_policy_becomes_a_critic_with_a_head_of_zeros(parallel: Parallel, model: Path) -> None:
-    critic, policy = Critic(settings_with(model, {}).for_critic(), parallel), make_policy(model, parallel)
+    critic = Critic(settings_with(model, {}).for_critic(), parallel)
+    policy = make_policy(model, parallel)
     assert values_of(critic, packed(SEQUENCES)) == [0.0] * len(SEQUENCES)
     assert critic.tensors.keys() == policy.tensors.keys()
     different = [name for name, tensor in critic.tensors.items() if not tensor.equal(policy.tensors[name])]
@@ -127,7 +128,8 @@ def test_a_critic_of_another_family_and_size_gives_its_own_scores(
     parallel: Parallel, model: Path, tmp_path: Path
 ) -> None:
     """A dense reward model beside a policy of experts."""
-    policy, reward = tmp_path / "policy", tmp_path / "reward"
+    policy = tmp_path / "policy"
+    reward = tmp_path / "reward"
     make_tiny(policy, "qwen3_moe", make_tokenizer(["apples"]), num_hidden_layers=3, hidden_size=32)
     make_reward_model(reward, policy)
     settings = settings_with(policy, {"path": str(reward)})
@@ -173,7 +175,8 @@ def learned(critic: Critic) -> Critic:
 
 def test_a_critic_is_saved_with_the_policy_and_built_from_it(parallel: Parallel, model: Path, tmp_path: Path) -> None:
     settings = settings_with(model, {"lr": 0.1}, run={"folder": str(tmp_path), "steps": 3})
-    policy, critic = Policy(settings, parallel, with_reference=False), learned(Critic(settings.for_critic(), parallel))
+    policy = Policy(settings, parallel, with_reference=False)
+    critic = learned(Critic(settings.for_critic(), parallel))
     with CheckpointSaver(settings.run, policy, 60.0, critic=critic) as saver:
         saver.save(TrainState(step=1))
     folder = latest_checkpoint(tmp_path)
@@ -204,11 +207,13 @@ def test_a_critic_goes_where_the_policy_goes(parallel: Parallel, model: Path, mo
     monkeypatch.setattr(
         PolicyOffloader, "move", lambda self, part, onload: moved.append((type(self._policy).__name__, part, onload))
     )
-    policy, critic = make_policy(model, parallel), Critic(settings_with(model, {}).for_critic(), parallel)
+    policy = make_policy(model, parallel)
+    critic = Critic(settings_with(model, {}).for_critic(), parallel)
     for moves in (True, False):
         functions = offload_functions(policy, NO_ENGINE, moves, None, critic)
         for part in vars(Residency()):
             functions[part](moves)
-    models, stays = ("Policy", "Critic"), ("policy_weights", "gradients")
+    models = ("Policy", "Critic")
+    stays = ("policy_weights", "gradients")
     expected = [(name, part, True) for part in (*stays, "optimizer") for name in models]
     assert moved == [*expected, *((name, part, False) for part in stays for name in models)]

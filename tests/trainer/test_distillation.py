@@ -44,7 +44,9 @@ def test_descent_along_the_advantages_is_descent_of_the_reverse_kl() -> None:
 
 def draw(seed: int) -> tuple[list[Sample], list[np.ndarray]]:
     """Samples with logprobs of an engine and of a teacher, and those of the old policy."""
-    generator, samples, old = np.random.default_rng(seed), [], []
+    generator = np.random.default_rng(seed)
+    samples = []
+    old = []
     for number, (length, given) in enumerate(zip(LENGTHS, GIVEN, strict=True)):
         rollout, teacher = (-generator.exponential(2.0, length).astype(np.float32) for _ in range(2))
         samples.append(
@@ -91,7 +93,8 @@ def written_out(sample: Sample, policy: np.ndarray, group: float, config: Distil
 def test_advantages_are_those_written_out(changes: dict[str, Any], recomputed: bool) -> None:
     """Of the trainer's old logprobs where there are some, else of the engine's; zero where nothing was generated."""
     samples, old = draw(1)
-    config, batches = distillation(**changes), packed(samples)
+    config = distillation(**changes)
+    batches = packed(samples)
     assert len(batches) > 1
     if not recomputed:
         old = [of_engine(sample) for sample in samples]
@@ -139,7 +142,8 @@ def test_a_logprob_that_the_engine_did_not_compute_teaches_nothing() -> None:
 
 def with_topk(samples: Sequence[Sample], vocabulary: int, k: int) -> list[Sample]:
     """The samples with the k most likely tokens of a random teacher."""
-    generator, found = np.random.default_rng(7), []
+    generator = np.random.default_rng(7)
+    found = []
     for sample in samples:
         logits = torch.from_numpy(2 * generator.standard_normal((len(sample.tokens), vocabulary)))
         logprobs, ids = logits.log_softmax(-1).topk(k)
@@ -157,10 +161,13 @@ def topk_rows(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("changes", [{"kl_type": "reverse"}, {"kl_type": "forward"}, {"kl_type": "mixed"}])
 def test_the_divergence_over_buckets_is_a_lower_bound(changes: dict[str, Any]) -> None:
     """It grows with k up to that of the whole vocabulary, of which k = V - 1 leaves a bucket of one token."""
-    vocabulary, kind = 9, changes["kl_type"]
+    vocabulary = 9
+    kind = changes["kl_type"]
     policy, teacher = (2 * torch.randn(40, vocabulary, dtype=torch.float64) for _ in range(2))
-    log_p, log_q = policy.log_softmax(-1), teacher.log_softmax(-1)
-    reverse, forward = (log_p.exp() * (log_p - log_q)).sum(-1), (log_q.exp() * (log_q - log_p)).sum(-1)
+    log_p = policy.log_softmax(-1)
+    log_q = teacher.log_softmax(-1)
+    reverse = (log_p.exp() * (log_p - log_q)).sum(-1)
+    forward = (log_q.exp() * (log_q - log_p)).sum(-1)
     whole = {"reverse": reverse, "forward": forward, "mixed": (reverse + forward) / 2}[kind]
     found = []
     for k in (1, 3, 6, vocabulary - 1):
@@ -186,7 +193,8 @@ def test_the_divergence_over_buckets_is_a_lower_bound(changes: dict[str, Any]) -
 @pytest.mark.parametrize("advantage", ["replace", "add"])
 def test_the_loss_is_that_of_rewards_and_the_weighted_divergence(advantage: str) -> None:
     """What was given or padded has neither, and no gradient; a micro-batch of padding alone has no teacher."""
-    k, vocabulary = 3, 12
+    k = 3
+    vocabulary = 12
     samples, old = draw(5)
     samples = with_topk(samples, vocabulary, k)
     config = distillation(topk=k, advantage=advantage, coef=0.4)
@@ -204,14 +212,16 @@ def test_the_loss_is_that_of_rewards_and_the_weighted_divergence(advantage: str)
         logits = torch.randn(batch.total_tokens, vocabulary, requires_grad=True)
         rows = topk_rows(logits, batch.teacher_topk_ids)
         rows.retain_grad()
-        logprobs, zeros = batch.old_logprobs + 0.1, torch.zeros(batch.total_tokens)
+        logprobs = batch.old_logprobs + 0.1
+        zeros = torch.zeros(batch.total_tokens)
         loss, report = loss_of(algorithm)(logprobs, zeros, replace(batch, topk_logprobs=rows))
         loss.backward()
         of_rewards, _ = loss_of(alone)(logprobs, zeros, replace(batch, advantages=kept))
         written = torch.zeros((), dtype=torch.float64)
         of_samples = zip(batch.sample_ids, _own_rows(rows.detach(), batch), strict=True)
         for i, own in of_samples:
-            topk, mask = samples[i].teacher_topk, samples[i].generated or (True,) * len(samples[i].tokens)
+            topk = samples[i].teacher_topk
+            mask = samples[i].generated or (True,) * len(samples[i].tokens)
             assert topk is not None
             for log_p, teacher in zip(own.double(), topk.logprobs[list(mask)], strict=True):
                 q = [math.exp(value) for value in teacher]

@@ -20,8 +20,14 @@ from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.utils.types import Prompt, SampleInfo
 from tests.trainer.test_collect import collector, each_step
 
-PROMPTS, STEPS, NEEDED, GROUP, SLOTS = 6000, 25, 64, 8, 64
-SHORTEST, LONGEST, TRAIN_S = 16, 512, 0.8
+PROMPTS = 6000
+STEPS = 25
+NEEDED = 64
+GROUP = 8
+SLOTS = 64
+SHORTEST = 16
+LONGEST = 512
+TRAIN_S = 0.8
 BOUND = 0.01
 
 
@@ -64,7 +70,9 @@ class SeededEngine:
         return await asyncio.gather(*(self._respond(prompt, index, len(given), token_s) for index in indices))
 
     async def _respond(self, prompt: int, index: int, given: int, token_s: float) -> EngineOutput:
-        left, loop, done = length_of(prompt, index) - given, asyncio.get_running_loop(), 0
+        left = length_of(prompt, index) - given
+        loop = asyncio.get_running_loop()
+        done = 0
         begun = loop.time()
         try:
             async with asyncio.timeout(left * token_s):

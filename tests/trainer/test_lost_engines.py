@@ -98,7 +98,8 @@ def test_groups_of_lost_engines_are_generated_once_by_others(
     one_rank_job: Any, schedule: str, max_staleness: int, tokens_ahead: int | None, seed: int
 ) -> None:
     """Engines are lost at random moments, one or both at a time; one comes back at any later step, both at once."""
-    random, steps = Random(f"{schedule}/{max_staleness}/{seed}"), 8
+    random = Random(f"{schedule}/{max_staleness}/{seed}")
+    steps = 8
     engines: list[Any] = [MortalEngine(index, random.uniform(5e-5, 3e-4)) for index in range(2)]
     ahead = {"max_staleness": max_staleness, "tokens_ahead": tokens_ahead}
     collect = collector(one_rank_job, engines, 6, {"zero_std": "refill"}, schedule=schedule, steps=steps, **ahead)
@@ -111,7 +112,9 @@ def test_groups_of_lost_engines_are_generated_once_by_others(
             if engine.is_lost and not none_left and random.random() < 0.5:
                 continue
             lost += engine.is_lost
-            engine.is_lost, engine.lives = False, engine.lives if engine.lives > 0 else random.randint(1, 25)
+            engine.is_lost = False
+            if engine.lives <= 0:
+                engine.lives = random.randint(1, 25)
 
     collect.recovery.run = collect.recovery.begin_step = revive
     trained = []
@@ -138,11 +141,15 @@ def test_the_weights_of_a_token_do_not_depend_on_engines_that_die(
     """
 
     def drawn(seed: int | None) -> tuple[dict[int, list[Any]], int, int]:
-        random, steps, deaths, trained = Random(seed), 8, 0, dict[int, list[Any]]()
+        random = Random(seed)
+        steps = 8
+        deaths = 0
+        trained = dict[int, list[Any]]()
         engines: list[Any] = [MortalEngine(index, 1e-4) for index in range(2)]
         ahead = {"max_staleness": max_staleness, "tokens_ahead": None if schedule == "one_step_off" else 7}
         collect = collector(one_rank_job, engines, 6, {}, schedule=schedule, steps=steps, **ahead)
-        collect.settings.engine, restored = EngineConfig(deterministic=True), 0
+        collect.settings.engine = EngineConfig(deterministic=True)
+        restored = 0
 
         def revive(former: bool = False) -> None:
             nonlocal deaths, restored
@@ -175,7 +182,8 @@ def test_the_weights_of_a_token_do_not_depend_on_engines_that_die(
     for seed in range(2):
         disturbed, deaths, restored = drawn(seed)
         assert disturbed == undisturbed
-        lost, all_lost = lost + deaths, all_lost + restored
+        lost = lost + deaths
+        all_lost = all_lost + restored
     assert lost > 3
     assert bool(all_lost) == (schedule != "colocated")
 
@@ -186,7 +194,8 @@ def test_what_a_lost_engine_gave_back_too_late_goes_on_in_the_next_step(one_rank
     collect = collector(one_rank_job, [engine], 6, {}, max_staleness=1, tokens_ahead=7)
     batch = collect.collect(TrainState(), 1)
     assert len(collect._carried) == 8
-    collect._carried, engine.version = {}, 1
+    collect._carried = {}
+    engine.version = 1
     collect._begun.report_lost()
     later = collect.collect(replace(batch.state, step=1, optimizer_step=1), 2)
     check_samples(later)

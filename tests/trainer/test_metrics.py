@@ -55,7 +55,8 @@ INFOS = [
 
 def test_rewards_and_lengths_of_a_step() -> None:
     values = rollout_metrics(INFOS, weight_version=4)
-    rewards, lengths = np.array([1.5, 0.5, 0.0, 0.5, 0.5]), np.array([4, 16, 7, 9, 16])
+    rewards = np.array([1.5, 0.5, 0.0, 0.5, 0.5])
+    lengths = np.array([4, 16, 7, 9, 16])
     assert values == pytest.approx(
         {
             "reward/mean": rewards.mean(),
@@ -165,7 +166,8 @@ def test_totals_and_corrections_are_those_of_all_updates() -> None:
 
 def test_samples_without_a_reward_count_in_lengths_alone() -> None:
     unscored = [replace(info, reward=77.0, is_scored=False, is_correct=None, reward_terms={}) for info in INFOS[3:]]
-    values, scored = rollout_metrics([*INFOS[:3], *unscored], 4), rollout_metrics(INFOS[:3], 4)
+    values = rollout_metrics([*INFOS[:3], *unscored], 4)
+    scored = rollout_metrics(INFOS[:3], 4)
     assert {n: v for n, v in values.items() if n.startswith("reward/")} == {
         n: v for n, v in scored.items() if n.startswith("reward/")
     }

@@ -28,7 +28,9 @@ from grpo_mp.utils.types import Prompt, Sample, SampleGroup
 from tests.rollout.fake_engine import FakeEngine
 from tests.trainer.test_collect import GROUP, PROMPTS, check_samples, collector, kept
 
-STEPS, SLOTS, DONE_WHEN_KILLED = 9, 6, (1, 4, 0, 2)  # of jobs that are killed: steps since the last checkpoint
+STEPS = 9  # of jobs that are killed: steps since the last checkpoint
+SLOTS = 6
+DONE_WHEN_KILLED = (1, 4, 0, 2)
 
 
 @pytest.mark.parametrize("collected", [False, True], ids=["before", "after"])
@@ -39,7 +41,10 @@ def test_a_stopped_job_goes_on_with_what_it_had_begun(
     one_rank_job: Any, tmp_path: Path, schedule: str, max_staleness: int, collected: bool
 ) -> None:
     """It is stopped several times, before or after a step's groups are collected, which the next job repeats."""
-    engine, state, trained, tokens = FakeEngine(token_s=5e-4), TrainState(), list[int](), 0
+    engine = FakeEngine(token_s=5e-4)
+    state = TrainState()
+    trained = list[int]()
+    tokens = 0
     for job in range(4):
         places = {"schedule": schedule, "folder": tmp_path, "max_staleness": max_staleness}
         collect = collector(one_rank_job, [engine], 12, {"zero_std": "refill"}, **places)
@@ -82,9 +87,13 @@ def run_and_kill(
 
     Returns what each step trained on, and the requests to engines. Those of a killed job go on for nobody.
     """
-    trained, saved, requests, kills = dict[int, list[Any]](), TrainState(), 0, 0
+    trained = dict[int, list[Any]]()
+    saved = TrainState()
+    requests = 0
+    kills = 0
     while saved.step < STEPS:
-        engine, state = CountingEngine(token_s=2e-5), saved
+        engine = CountingEngine(token_s=2e-5)
+        state = saved
         collect = collector(
             *(one_rank_job, [engine], SLOTS, {"zero_std": "refill"}),
             **{"schedule": schedule, "folder": folder, "max_staleness": max_staleness, "steps": STEPS},
@@ -200,7 +209,8 @@ class Exchange:
     """Ranks that are threads: what each gives to a collective, by rank."""
 
     def __init__(self, ranks: int) -> None:
-        self._barrier, self._given = Barrier(ranks), [None] * ranks
+        self._barrier = Barrier(ranks)
+        self._given = [None] * ranks
 
     def all_gather(self, value: Any, rank: int) -> list[Any]:
         self._given[rank] = pickle.loads(pickle.dumps(value))
@@ -239,11 +249,14 @@ def test_each_group_is_taken_up_whole_by_one_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, readers: int, seed: int
 ) -> None:
     """Whoever has recorded its episodes, or has finished it."""
-    random, expected = Random(seed), dict[int, dict[int, int]]()
+    random = Random(seed)
+    expected = dict[int, dict[int, int]]()
     journals = [GroupJournal(tmp_path, rank) for rank in range(3)]
     for step in (1, 2, 3):  # each with its own weights
         for _ in range(12):
-            group_id, index, rank = random.randrange(6), random.randrange(GROUP), random.randrange(3)
+            group_id = random.randrange(6)
+            index = random.randrange(GROUP)
+            rank = random.randrange(3)
             episodes = expected.setdefault(group_id, {})
             if len(episodes) < GROUP:
                 episodes.setdefault(index, step)  # what a later step has drawn another stays as older weights drew it
@@ -263,7 +276,9 @@ def test_each_group_is_taken_up_whole_by_one_rank(
 @pytest.mark.parametrize("updates", [0, 1, 3])
 def test_no_group_is_dropped_as_stale_where_steps_stop_their_updates_early(one_rank_job: Any, updates: int) -> None:
     """Steps may make up to three updates."""
-    engine, state, trained = FakeEngine(), TrainState(), 0
+    engine = FakeEngine()
+    state = TrainState()
+    trained = 0
     collect = collector(one_rank_job, [engine], 12, {}, max_staleness=2)
     collect.settings.optimizer_steps_per_step = 3
     for step in range(1, 8):

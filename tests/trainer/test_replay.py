@@ -131,7 +131,8 @@ def test_the_command_passes_over_a_damaged_checkpoint(
     folder: Path, tiny_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The step after the one before it must be in the dump."""
-    run, one_step = tmp_path / "run", tmp_path / "one"
+    run = tmp_path / "run"
+    one_step = tmp_path / "one"
     for step in (1, 2):
         checkpoint = checkpoint_folder(run, step)
         checkpoint.mkdir(parents=True)

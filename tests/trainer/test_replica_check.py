@@ -39,13 +39,15 @@ def test_order_counts_within_a_word_between_words_and_between_chunks() -> None:
     tensor = torch.arange(64 * 4 * 3, dtype=torch.bfloat16)
     for one, other in ((0, 1), (0, 4), (3, 3 + 64 * 4), (5, -1)):
         swapped = tensor.clone()
-        swapped[one], swapped[other] = tensor[other], tensor[one]
+        swapped[one] = tensor[other]
+        swapped[other] = tensor[one]
         assert bits(swapped) != bits(tensor)
 
 
 def test_small_updates_that_cancel_in_sums_are_seen() -> None:
     """A bias of experts moves by the same step up and down, a weight by its last bit, in the same lane of each word."""
-    generator, seen = torch.Generator().manual_seed(5), set()
+    generator = torch.Generator().manual_seed(5)
+    seen = set()
     base = torch.ones(256, dtype=torch.bfloat16)
     for _ in range(20_000):
         lanes = base.view(torch.int16).clone()

@@ -41,7 +41,8 @@ FILES = (
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of a tiny model's saved checkpoint; tests leave it as it is."""
-    model, run = tmp_path_factory.mktemp("model") / "model", tmp_path_factory.mktemp("run")
+    model = tmp_path_factory.mktemp("model") / "model"
+    run = tmp_path_factory.mktemp("run")
     make_tiny(model, "qwen2", make_tokenizer(["apples"]), num_hidden_layers=1)
     with policy_of(model, "float32") as policy, CheckpointSaver(RunConfig(folder=run, steps=4), policy, 60.0) as saver:
         saver.save(TrainState(step=4))
@@ -82,10 +83,12 @@ def test_damage_anywhere_is_noticed_and_the_one_before_is_taken(
 
     Without its manifest a checkpoint is none.
     """
-    random, source = Random(1), checkpoint_folder(saved, 4)
+    random = Random(1)
+    source = checkpoint_folder(saved, 4)
     files = sorted(str(file.relative_to(source)) for file in source.rglob("*") if file.is_file())
     assert {MANIFEST, "policy/common.pt", "policy/chunks.json", "policy/optimizer/chunks.json"} <= set(files)
-    former, newest = save(tmp_path, 2), checkpoint_folder(tmp_path, 4)
+    former = save(tmp_path, 2)
+    newest = checkpoint_folder(tmp_path, 4)
     for case, name in enumerate(name for name in files if name != MANIFEST or damage is cut):
         shutil.copytree(source, newest, copy_function=os.link)
         (newest / name).unlink()

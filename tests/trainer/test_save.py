@@ -3,7 +3,7 @@
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,7 +36,8 @@ class Gate:
     """Holds back the writing of `folders`, of optimizer state at first, until it is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.opened, self.folders = threading.Event(), {"optimizer"}
+        self.opened = threading.Event()
+        self.folders = {"optimizer"}
         write = ChunkWriter.write
 
         def write_once_opened(writer: ChunkWriter) -> WrittenChunks:
@@ -74,7 +75,8 @@ def state_of(policy: Policy) -> dict[tuple[str, tuple[int, ...]], torch.Tensor]:
 
 def count_hf_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the names of the tensors that will be read from Hugging Face folders."""
-    names, read = list[str](), HfReader.read
+    names = list[str]()
+    read = HfReader.read
 
     def counted(reader: HfReader, name: str, *args: Any, **kwargs: Any) -> torch.Tensor:
         names.append(name)
@@ -169,7 +171,8 @@ def test_the_next_save_waits_for_the_last(tiny_run: TinyRun, parallel: Parallel,
 
 
 def test_training_is_the_same_with_and_without(tiny_run: TinyRun, parallel: Parallel, tmp_path: Path) -> None:
-    reports, files = [], []
+    reports = []
+    files = []
     for beside in (True, False):
         run = tmp_path / str(beside)
         trainer = make_trainer(tiny_run, parallel, run)
@@ -237,7 +240,10 @@ def context_of(first_step: int = 0, **parts: Any) -> PolicyContext:
 def test_a_run_that_is_stopped_behind_its_last_save_saves_again(
     tiny_run: TinyRun, parallel: Parallel, tmp_path: Path
 ) -> None:
-    trainer, nothing = make_trainer(tiny_run, parallel, tmp_path), lambda *_: nullcontext()
+    def nothing(*_: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    trainer = make_trainer(tiny_run, parallel, tmp_path)
     with saver_of(trainer) as saver:
         parts: dict[str, Any] = {
             "saver": saver,

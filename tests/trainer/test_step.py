@@ -23,8 +23,13 @@ from grpo_mp.utils.types import Prompt, Sample, SampleGroup
 from tests.conftest import TinyRun
 from tests.trainer.one_step import OneStep, make_batch
 
-GROUPS, SIZE, UPDATES, LR, KL = 4, 4, 2, 0.02, 0.1
-LOW, HIGH = 0.01, 0.02  # of the clip: narrow, so that some tokens of the second update are outside
+GROUPS = 4
+SIZE = 4
+UPDATES = 2
+LR = 0.02
+KL = 0.1
+LOW = 0.01  # of the clip: narrow, so that some tokens of the second update are outside
+HIGH = 0.02
 SETTINGS = (
     "layout.expert=1",
     f"training.updates_per_step={UPDATES}",
@@ -143,9 +148,11 @@ def expected(
     Truncated samples and failed episodes are masked and count in the denominator, as in TRL with
     mask_truncated_completions.
     """
-    losses, penalties = [], []
+    losses = []
+    penalties = []
     for sample, gain, (new, _), (old, _) in zip(samples, gains, now, first, strict=True):
-        ratio, counts = np.exp(new - old), in_loss(sample)
+        ratio = np.exp(new - old)
+        counts = in_loss(sample)
         losses.append(-np.minimum(ratio * gain, np.clip(ratio, 1 - LOW, 1 + HIGH) * gain).mean() * counts)
         penalties.append(k3(old - new).mean() * counts)
     new, old, entropy, engine, gain = (
@@ -158,8 +165,10 @@ def expected(
             [np.full(mask(sample).sum(), gain) for sample, gain in zip(samples, gains, strict=True)],
         )
     )
-    ratio, apart = np.exp(new - old), np.abs(new - engine)
-    low, high = ((ratio < 1 - LOW) & (gain < 0)).mean(), ((ratio > 1 + HIGH) & (gain > 0)).mean()
+    ratio = np.exp(new - old)
+    apart = np.abs(new - engine)
+    low = ((ratio < 1 - LOW) & (gain < 0)).mean()
+    high = ((ratio > 1 + HIGH) & (gain > 0)).mean()
     policy_loss = float(np.mean(losses))
     return {
         "train/loss": policy_loss + KL * np.mean(penalties),
@@ -200,12 +209,15 @@ def grad_norm(folder: Path, samples: Sequence[Sample], gains: Values) -> float:
 
 def test_every_training_metric_of_a_step(make_step: Callable[..., Step], tiny_run: TinyRun, tmp_path: Path) -> None:
     step = make_step(f"algorithm.kl.coef={KL}")
-    policy, per_update = step.policy, GROUPS * SIZE // UPDATES
+    policy = step.policy
+    per_update = GROUPS * SIZE // UPDATES
     parts = [slice(0, per_update), slice(per_update, None)]
     prepared = step.compute_logprobs()
-    first, gains = scored_all(tiny_run.model, step.samples), advantages(step.samples)
+    first = scored_all(tiny_run.model, step.samples)
+    gains = advantages(step.samples)
 
-    updates, reports = [], []
+    updates = []
+    reports = []
     for number, (part, microbatches) in enumerate(zip(parts, prepared, strict=True)):
         folder = tmp_path / str(number)
         export_policy(policy, folder, tiny_run.model, 2**20)
@@ -291,7 +303,8 @@ def test_both_updates_use_the_experts_of_the_old_logprob_pass(make_step: Callabl
     step = make_step(f"training.router_replay={replay}", f"algorithm.kl.coef={KL}", "optimizer.lr=0.05")
     with routed(step.policy) as old:
         prepared = step.compute_logprobs()  # the passes of the reference come last
-    shares, reports = [], []
+    shares = []
+    reports = []
     for microbatches in prepared:
         with routed(step.policy) as now:
             reports += step.train([microbatches])
@@ -317,7 +330,9 @@ def test_both_updates_use_the_experts_of_the_old_logprob_pass(make_step: Callabl
 def test_samples_without_their_experts_are_counted(make_step: Callable[..., Step]) -> None:
     """Three of 16: their routers choose, those of the others take what they are given."""
     step = make_step("training.router_replay=R3")
-    layers, groups, without = step.policy.moe_layers, list[SampleGroup](), (0, 5, 6)
+    layers = step.policy.moe_layers
+    groups = list[SampleGroup]()
+    without = (0, 5, 6)
     ids = np.arange(step.policy.config.moe_router_topk, dtype=np.uint8)
     for first in range(0, len(step.samples), SIZE):
         samples = tuple(

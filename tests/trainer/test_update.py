@@ -147,7 +147,8 @@ def test_a_resumed_run_has_the_weights_of_its_checkpoint(parallel: Parallel, tin
         save_policy(policy, folder / "policy")
         write_manifest(folder, TrainState(step=step))
         saved = {name: tensor.detach().clone() for name, tensor in policy.tensors.items()}
-        checkpoint, with_reference = latest_checkpoint(settings.run.folder), settings.algorithm.kl.coef > 0
+        checkpoint = latest_checkpoint(settings.run.folder)
+        with_reference = settings.algorithm.kl.coef > 0
         resumed = build_policy(settings, parallel, TrainState(step=step), checkpoint, with_reference)
         assert all(torch.equal(tensor, saved[name]) for name, tensor in resumed.tensors.items())
         with torch.no_grad():
@@ -216,7 +217,8 @@ def test_skipped_updates_in_a_row_stop_the_run(parallel: Parallel, model: str) -
     notes = list[str]()
     ctx: Any = SimpleNamespace(parallel=parallel, progress=SimpleNamespace(note=notes.append))
     ctx.state = TrainState()
-    done, skipped = UpdateReport([], 1.0, 0.1, False), UpdateReport([], torch.nan, 0.1, True, bad_gradients=("a",))
+    done = UpdateReport([], 1.0, 0.1, False)
+    skipped = UpdateReport([], torch.nan, 0.1, True, bad_gradients=("a",))
     assert PolicyContext.note_skipped(ctx, [done, done], 4, model) == 0
     assert PolicyContext.note_skipped(ctx, [skipped, done, skipped], 5, model) == 1
     sentence = "skipped, 1 in a row: gradient norm nan, nan, not finite in a"

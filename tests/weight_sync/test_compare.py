@@ -22,14 +22,16 @@ def test_mean_and_largest_difference_over_all_tokens() -> None:
 
 
 def test_pool_reports_equals_one_report_on_all_tokens() -> None:
-    engine, policy = [[-1.0, -2.0], [-3.0], [-4.0, -5.0, -6.0]], [[-1.5, -2.0], [-2.75], [-4.0, -5.0, -7.0]]
+    engine = [[-1.0, -2.0], [-3.0], [-4.0, -5.0, -6.0]]
+    policy = [[-1.5, -2.0], [-2.75], [-4.0, -5.0, -7.0]]
     reports = [compare([left], [right]) for left, right in zip(engine, policy, strict=True)]
     assert pool_reports(reports) == compare(engine, policy)
 
 
 def test_a_few_ties_pass_and_a_wrong_tensor_that_few_tokens_see_does_not() -> None:
     """Use the case of a run that stopped wrongly: 0.762 nats among 8149 tokens are a mean of 1.02e-4."""
-    tie, equal = compare([[-1.0] * 254], [[-1.0] * 253 + [-1.762]]), compare([[-1.0] * 254], [[-1.0] * 254])
+    tie = compare([[-1.0] * 254], [[-1.0] * 253 + [-1.762]])
+    equal = compare([[-1.0] * 254], [[-1.0] * 254])
     ties = [tie] * MAX_ROUTING_TIES
     assert trimmed_mean([*ties, *[equal] * (RECHECK_SETS - len(ties))]) == pytest.approx(0)
     rarely_chosen_expert = compare([[-1.0] * 254], [[-1.0] * 253 + [-1.05]])  # seen by one token of each set

@@ -42,8 +42,10 @@ class Engine:
         replica_errors: Sequence[float] = (0.0,),
         decode_error: float = 0.0,
     ) -> None:
-        self._policy, self._errors = policy, list(errors)
-        self.replica_errors, self._decode_error = replica_errors, decode_error
+        self._policy = policy
+        self._errors = list(errors)
+        self.replica_errors = replica_errors
+        self._decode_error = decode_error
         self.sets: list[Sequence[Sequence[int]]] = []
         self.synced = 0
 
@@ -96,7 +98,8 @@ def in_phase(*_: object) -> AbstractContextManager[None]:
 def make_check(settings: Settings, policy: Policy, engine: Engine, has_experts: bool = True) -> EngineCheck:
     weight_sync = cast(WeightSync, SimpleNamespace(update_weights=engine.update_weights))
     phases = cast(PhaseManager, SimpleNamespace(phase=in_phase, activity=in_phase))
-    rollout, job = cast(Rollout, engine), policy.parallel.job
+    rollout = cast(Rollout, engine)
+    job = policy.parallel.job
     return EngineCheck(
         policy,
         has_experts,

@@ -208,7 +208,8 @@ def plan_of(case: Case) -> SyncPlan:
 
 def resharders(case: Case, plan: SyncPlan) -> list[Resharder]:
     """Every rank's, with the shards that the layout gives it."""
-    wire, (params, tensors) = wire_format(case), model(case.family, case.shape)
+    wire = wire_format(case)
+    (params, tensors) = model(case.family, case.shape)
     made: dict[tuple[str, int], Tensor] = {}
 
     def shard(name: str, part: int) -> Tensor:
@@ -253,7 +254,8 @@ def expected(case: Case, rank: int) -> dict[str, Tensor]:
     each divided over the ranks of its group, rows of gate and up, columns of down.
     """
     params, tensors = model(case.family, case.shape)
-    gpus, expert_parallel = case.parallelism.gpus, case.parallelism.expert
+    gpus = case.parallelism.gpus
+    expert_parallel = case.parallelism.expert
     if rank >= case.engines * gpus:
         return {}
     group, place = divmod(rank % gpus, gpus // expert_parallel)
@@ -324,7 +326,8 @@ def check(case: Case) -> None:
 
 def check_economy(case: Case, plan: SyncPlan) -> None:
     """Each node gets a group once; no shard is sent that is there; no round is larger than it may be."""
-    sizes, shards = wire_format(case).sizes, shards_by_rank(case)
+    sizes = wire_format(case).sizes
+    shards = shards_by_rank(case)
     arrivals: Counter[tuple[Piece, int]] = Counter()
     for transfers in plan.rounds:
         uses: Counter[tuple[str, int]] = Counter()
@@ -395,7 +398,8 @@ def test_weights_are_quantized_at_the_source_bit_for_bit(form: WeightFormat) -> 
 )
 def test_parts_and_slices_of_which_none_is_whole_others(shape: str, form: WeightFormat | None) -> None:
     """Experts; of other weights, which travel whole, two, three and six parts are joined."""
-    sent, pairs = set(), OVERLAPPING[shape]
+    sent = set()
+    pairs = OVERLAPPING[shape]
     for case in overlapping_cases(shape, form):
         check(case)
         wire = wire_format(case)
@@ -460,7 +464,8 @@ def test_a_shard_that_several_ranks_are_sent_is_quantized_once(monkeypatch: pyte
         return convert(wire, shard, tensor)
 
     monkeypatch.setattr(WireFormat, "shard_tensors", converted)
-    layout, engine = LayoutConfig(tensor=4, expert_tensor=4), EngineParallelism(1, 1, 1, 1, 1, EXPERTS)
+    layout = LayoutConfig(tensor=4, expert_tensor=4)
+    engine = EngineParallelism(1, 1, 1, 1, 1, EXPERTS)
     case = Case("qwen3_moe", 4, 2, layout, 4, engine, form=BLOCKWISE_FP8, round_bytes=200_000, shape="wide")
     sent: list[Shard] = []
     for resharder in resharders(case, plan_of(case)):

@@ -124,7 +124,8 @@ def test_other_rounding_passes_in_models_of_any_depth(precision: str, layers: in
 
 
 def test_noise_grows_with_the_precisions_roundings(policy: LlamaForCausalLM, precision: str) -> None:
-    expected, measured = logprobs(policy), {}
+    expected = logprobs(policy)
+    measured = {}
     for of in (precision, "fp8"):
         with rounding_noise([policy], of, seed=0):
             measured[of] = compare(logprobs(policy), expected).mean

@@ -91,7 +91,8 @@ def load(payload: str) -> dict[str, Tensor]:
 
 
 def test_export_closes_its_file_descriptor() -> None:
-    before, bucket = os.listdir("/proc/self/fd"), [("a", torch.ones(3)), ("empty", torch.empty(0, 4))]
+    before = os.listdir("/proc/self/fd")
+    bucket = [("a", torch.ones(3)), ("empty", torch.empty(0, 4))]
     with pytest.raises(ZeroDivisionError), export_all(bucket):
         raise ZeroDivisionError
     assert os.listdir("/proc/self/fd") == before
@@ -114,7 +115,8 @@ class OneLayer(torch.nn.Module):
 
 def test_a_sync_sets_the_scales_of_an_fp8_cache_to_one() -> None:
     """Memory that an engine gave back when it slept is undefined when it wakes."""
-    model, bucket = OneLayer(), [("weight", torch.arange(3.0))]
+    model = OneLayer()
+    bucket = [("weight", torch.arange(3.0))]
     with export_all(list(bucket)) as export:
         load_weights(model, [("", as_tensor([export]))])
     assert model.weight.tolist() == [0, 1, 2]
@@ -153,7 +155,9 @@ def test_a_payload_is_loaded_as_it_was_exported(dtype: torch.dtype) -> None:
 def test_a_slice_has_the_place_that_it_has_in_the_full_tensor(dtype: torch.dtype, count: int, index: int) -> None:
     """A loader that narrows the full tensor, as SGLang's does, finds it; the memory holds little else."""
     full = {"w1": torch.randn(48, 80).mul(9).to(dtype), "w2": torch.randn(80, 48).mul(9).to(dtype)}
-    size, tensors, specs = 48 // count, [], []
+    size = 48 // count
+    tensors = []
+    specs = []
     for dim, (name, tensor) in enumerate(full.items()):
         part = tensor.narrow(dim, index * size, size)
         tensors.append((name, part))
@@ -181,7 +185,8 @@ def test_the_engine_loads_while_the_body_runs(group: dist.ProcessGroup) -> None:
             assert body_ran.wait(60.0), "the body waits for the engine"
             await super().update_weights_from_tensor(payloads, load_format)
 
-    client, tensors = WaitingClient(), staged()
+    client = WaitingClient()
+    tensors = staged()
     link = EngineLink(rollout_of(client), HostTransport(WIRE, group, 0), group, group)
     link.begin()
     with link.loading(ROUND, list(tensors)):
@@ -200,7 +205,8 @@ def test_an_engine_that_dies_before_it_pauses_is_lost_and_not_the_run(group: dis
         async def pause_generation(self, mode: str) -> None:
             raise EngineError("engine 0: the connection failed")
 
-    client, lost = DyingClient(), list[str]()
+    client = DyingClient()
+    lost = list[str]()
 
     @contextmanager
     def losing_engine() -> Iterator[Any]:

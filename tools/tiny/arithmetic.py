@@ -77,7 +77,8 @@ def make_problems(
     held_out = max(0.1, count_eval / max(1, count_train + count_eval)) if count_eval else 0.0
     counts = {"train": count_train, "eval": count_eval}
     problems_of: dict[str, dict[str, Problem]] = {"train": {}, "eval": {}}
-    rng, in_vain = random.Random(seed), 0
+    rng = random.Random(seed)
+    in_vain = 0
     while in_vain < MOST_DRAWS_IN_VAIN and any(len(problems_of[split]) < counts[split] for split in counts):
         problem = _draw_problem(rng, largest, kinds)
         split = _split_of(problem.operands, seed, held_out)

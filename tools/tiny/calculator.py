@@ -16,7 +16,8 @@ def calculator(expression: str) -> str:
     node = ast.parse(expression, mode="eval").body
     if not isinstance(node, ast.BinOp) or type(node.op) not in OPERATORS:
         raise ValueError(f"{expression!r} is no sum, difference or product of two numbers")
-    left, right = ast.literal_eval(node.left), ast.literal_eval(node.right)
+    left = ast.literal_eval(node.left)
+    right = ast.literal_eval(node.right)
     if not (isinstance(left, int) and isinstance(right, int)):
         raise ValueError("the numbers must be whole")
     return str(OPERATORS[type(node.op)](left, right))

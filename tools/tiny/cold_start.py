@@ -86,12 +86,14 @@ def _steps(policy: Policy, settings: SftSettings, inputs: SftInputs, target: flo
 
     The probability of the worked answer is a lower bound of the accuracy of sampled answers.
     """
-    cursor, samples_seen = Cursor(seed=settings.run.seed), 0
+    cursor = Cursor(seed=settings.run.seed)
+    samples_seen = 0
     for step in range(1, settings.run.steps + 1):
         count = settings.step_samples(inputs.train.epoch_size, samples_seen)
         max_tokens = settings.training.max_tokens_per_microbatch
         batch = next_batch(inputs.train, cursor, count, settings.data.shuffle, max_tokens, policy)
-        cursor, samples_seen = batch.cursor, samples_seen + len(batch.indices)
+        cursor = batch.cursor
+        samples_seen = samples_seen + len(batch.indices)
         _, measured = supervised_update(policy, batch.packed)
         prob = answer_probability(policy, inputs.evals[HELD_OUT], settings) if step % EVAL_EVERY == 0 else None
         yield ColdStartStep(step, measured["sft/loss"], prob)

@@ -51,10 +51,12 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     if args.task == "calculator":
         train, held_out = products.make_problems(args.train, args.eval, args.seed)
-        tokenizer, examples = products.tokenizer(), products.make_examples(train, args.seed, NUM_HELD_OUT)
+        tokenizer = products.tokenizer()
+        examples = products.make_examples(train, args.seed, NUM_HELD_OUT)
     else:
         train, held_out = make_problems(args.train, args.eval, args.seed, args.largest, tuple(args.kinds))
-        tokenizer, examples = make_tokenizer(vocabulary_words()), worked_examples(train, args.seed, args.slips)
+        tokenizer = make_tokenizer(vocabulary_words())
+        examples = worked_examples(train, args.seed, args.slips)
     write_jsonl(train, args.data / "train.jsonl")
     write_jsonl(held_out, args.data / "eval.jsonl")
     _make_model(args, tokenizer, write_examples(examples, args.data))
@@ -65,7 +67,8 @@ def worked_examples(train: Sequence[Problem], seed: int, slips: float) -> list[d
 
     `slips`: share of the answers with a slip; the last NUM_HELD_OUT answers, which are held out, have none.
     """
-    rng, held_out = random.Random(seed), len(train) - NUM_HELD_OUT
+    rng = random.Random(seed)
+    held_out = len(train) - NUM_HELD_OUT
     drawn = [draw_slip(rng, slips) for _ in train]
     answers = (worked_response(problem, drawn[i] if i < held_out else None) for i, problem in enumerate(train))
     return [

@@ -227,13 +227,16 @@ def add_mtp_layer(folder: Path, seed: int = 1) -> None:
     The layer's tensors include copies of the embedding and the output layer, as in published checkpoints but Qwen's.
     """
     hf = HfConfig.read(folder)
-    layers, hidden, family = hf.int("num_hidden_layers"), hf.int("hidden_size"), family_of(hf)
+    layers = hf.int("num_hidden_layers")
+    hidden = hf.int("hidden_size")
+    family = family_of(hf)
     torch.manual_seed(seed)
     config = AutoConfig.from_pretrained(folder)
     count_mtp_layer(config)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _randomize_norms_and_biases(model)
-    prefix, file = f"model.layers.{layers}.", folder / "model.safetensors"
+    prefix = f"model.layers.{layers}."
+    file = folder / "model.safetensors"
     with TemporaryDirectory(dir=folder) as longer:
         model.save_pretrained(longer)
         layer = {name: t for name, t in load_file(Path(longer) / file.name).items() if name.startswith(prefix)}

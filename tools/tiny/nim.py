@@ -31,17 +31,20 @@ class Nim:
             raise UserError(
                 f"rollout.function_args: opponent={opponent!r} is none of {', '.join(OPPONENTS)}, and no URL"
             )
-        self._opponent, self._model = opponent, model
+        self._opponent = opponent
+        self._model = model
 
     async def __call__(self, task: Task, policy: Policy) -> Episode:
         """Play a game and return the policy's episode."""
         sides = Player(by_policy(policy)).move, self._other_side(task, policy)
-        stones, moves = int(task.prompt.columns["stones"]), 0
+        stones = int(task.prompt.columns["stones"])
+        moves = 0
         while stones:
             taken = await sides[moves % 2](stones)
             if taken is None:
                 break
-            stones, moves = stones - taken, moves + 1
+            stones = stones - taken
+            moves = moves + 1
         # The player of the last legal move has won: it took the last stone, or the opponent's next move was illegal.
         won = moves % 2 == 1
         return policy.episode(

@@ -13,8 +13,10 @@ from tools.tiny.arithmetic import Problem
 from tools.tiny.calculator import calculator
 from tools.tiny.models import make_tokenizer
 
-SMALLEST, LARGEST = 11, 99
-EXAMPLES_WITH_TOOL, EXAMPLES_THAT_CALL = 0.8, 0.4  # shares: of all examples; of the examples with the tool
+SMALLEST = 11
+LARGEST = 99
+EXAMPLES_WITH_TOOL = 0.8  # shares: of all examples; of the examples with the tool
+EXAMPLES_THAT_CALL = 0.4
 WORDS = ("How", "much", "is", "times", "calculator", "expression")
 # A system message names the tools, calls have the format of Llama 4, and results are separate messages.
 CHAT_TEMPLATE = (
@@ -56,7 +58,8 @@ def make_examples(problems: Sequence[Problem], seed: int, held_out: int) -> list
 
     The result of the calculator is a tool message, which is not trained on.
     """
-    rng, schema = random.Random(seed), get_json_schema(calculator)
+    rng = random.Random(seed)
+    schema = get_json_schema(calculator)
     examples = []
     for number, problem in enumerate(problems):
         is_held_out = number >= len(problems) - held_out

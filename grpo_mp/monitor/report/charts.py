@@ -76,7 +76,8 @@ def draw_chart(axes: "Axes", chart: Chart) -> None:
 
 def _draw_lines(axes: "Axes", chart: Chart) -> None:
     for series in chart.series:
-        color, dashes = COLORS[series.style % LINES], DASHES[series.style % len(DASHES)]
+        color = COLORS[series.style % LINES]
+        dashes = DASHES[series.style % len(DASHES)]
         marker = "o" if len(series.x) < 12 else None
         (line,) = axes.plot(series.x, series.values, color=color, marker=marker, markersize=3.5, lw=1.6)
         if dashes:

@@ -76,7 +76,8 @@ def downsample(columns: Sequence[Sequence[float]], limit: int) -> list[int]:
     if length <= limit:
         return list(range(length))
     # A stretch keeps up to three indices per column.
-    kept, stretches = {0, length - 1}, max(2, (limit - 2) // (3 * len(columns)))
+    kept = {0, length - 1}
+    stretches = max(2, (limit - 2) // (3 * len(columns)))
     for stretch in range(stretches):
         inside = range(stretch * length // stretches, (stretch + 1) * length // stretches)
         for values in columns:

@@ -24,7 +24,8 @@ from grpo_mp.utils.findings import Finding
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # Content-Security-Policy
 CHARACTERS = 4000  # longer texts are cut in the middle
 STEPS = 4  # steps whose answers are shown
-QUESTIONS, TIMES = 2, 6  # recurring questions, and how often each is shown
+QUESTIONS = 2  # recurring questions, and how often each is shown
+TIMES = 6
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,8 @@ def scores_tables(run: RunRecords) -> list[Table]:
     """Return a table of each eval set's scores at the first and the last evaluation; none without an evaluation."""
     if not run.scores:
         return []
-    first, last = run.scores[min(run.scores)], run.scores[max(run.scores)]
+    first = run.scores[min(run.scores)]
+    last = run.scores[max(run.scores)]
     before = first if len(run.scores) > 1 else {}
     rows = [(name, *row) for name, score in last.items() for row in score_changes(before.get(name), score)]
     return [Table("Before and after", ("set", "measure", "before", "after", "after - before"), tuple(rows))]
@@ -180,7 +182,8 @@ def _question(line: Line) -> tuple[str, str]:
 
 
 def _answer(why: str, step: int, line: Line) -> Answer:
-    reward, correct = line.get("reward"), line.get("is_correct")
+    reward = line.get("reward")
+    correct = line.get("is_correct")
     facts = [
         f"reward {reward:g}" if isinstance(reward, int | float) else "",
         "" if correct is None else "right" if correct else "wrong",

@@ -77,7 +77,8 @@ class AnswerWriter:
                 group, of_group = self._load(recorded[number])
                 kept = apply_filters(group, self.filters, dropped)
                 write([row_of(group.prompt, sample, self.tools or ()) for sample in kept])
-                kept_samples, kept_prompts = kept_samples + len(kept), kept_prompts + bool(kept)
+                kept_samples = kept_samples + len(kept)
+                kept_prompts = kept_prompts + bool(kept)
                 infos += sample_infos(group)
                 stats = sum_stats([stats, of_group])
                 rates.write(_rate_line(group))
@@ -156,7 +157,8 @@ def _rate_line(group: SampleGroup) -> str:
     verdicts = [sample.is_correct for sample in group.samples if sample.is_correct is not None]
     if not verdicts:
         return ""
-    prompt, rate = group.prompt, sum(verdicts) / len(verdicts)
+    prompt = group.prompt
+    rate = sum(verdicts) / len(verdicts)
     row = {"prompt": prompt.text, "pass_rate": rate, "samples": len(verdicts), "prompt_index": prompt.index}
     return json.dumps(row, ensure_ascii=False) + "\n"
 

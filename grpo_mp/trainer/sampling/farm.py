@@ -82,7 +82,8 @@ class SampleFarm:
 
     def _round(self, prompts: range, done: Set[int], ahead: int) -> None:
         """Generate the groups of `prompts`; engines with free slots begin up to `ahead` later groups."""
-        engines, first = self.engines, prompts.start
+        engines = self.engines
+        first = prompts.start
         ahead = min(ahead, len(self.prompts) - prompts.stop)
         window = range(first, prompts.stop + ahead)
         rule = AdmissionRule(len(prompts), len(prompts), len(prompts), lookahead=ahead)
@@ -122,7 +123,8 @@ class SampleFarm:
             if done:
                 return launched
             engines.recovery.run()  # all engines were lost
-            stream, task = stream.try_again(), replace(task, carried=launched)
+            stream = stream.try_again()
+            task = replace(task, carried=launched)
 
     def _record(self, prompt: int, group: EndedGroup, stats: RewardStats) -> None:
         if not isinstance(group, SampleGroup):

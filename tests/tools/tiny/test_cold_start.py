@@ -19,7 +19,8 @@ def encoder(tokenizer: object) -> ChatEncoder:
 
 def test_worked_examples_are_prompt_answer_and_end(tmp_path: Path) -> None:
     problems, _ = make_problems(NUM_HELD_OUT + EXTRA, 10, seed=0, largest=29)
-    rows, tokenizer = worked_examples(problems, seed=0, slips=0.5), make_tokenizer(vocabulary_words())
+    rows = worked_examples(problems, seed=0, slips=0.5)
+    tokenizer = make_tokenizer(vocabulary_words())
     settings = cold_start_settings(tmp_path / "model", *write_examples(rows, tmp_path), seed=0, steps=9)
     train = load_train_chats(ChatReader(settings.data, settings.sft, encoder(tokenizer)))
     held_out = load_held_out_chats(ChatReader(settings.data, settings.sft, encoder(tokenizer)))[HELD_OUT]
@@ -38,14 +39,17 @@ def test_worked_examples_are_prompt_answer_and_end(tmp_path: Path) -> None:
 
 def test_calls_are_learned_and_what_the_calculator_says_is_not(tmp_path: Path) -> None:
     problems, _ = products.make_problems(NUM_HELD_OUT + EXTRA, 1, seed=0)
-    rows, tokenizer = products.make_examples(problems, 0, NUM_HELD_OUT), products.tokenizer()
+    rows = products.make_examples(problems, 0, NUM_HELD_OUT)
+    tokenizer = products.tokenizer()
     settings = cold_start_settings(tmp_path / "model", *write_examples(rows, tmp_path), seed=0, steps=9)
     held_out = load_held_out_chats(ChatReader(settings.data, settings.sft, encoder(tokenizer)))[HELD_OUT]
-    problem, sample = problems[EXTRA], held_out[0]
+    problem = problems[EXTRA]
+    sample = held_out[0]
     a, b = problem.operands
     learned = [token for token, own in zip(sample.tokens, sample.generated, strict=True) if own]
     given = [token for token, own in zip(sample.tokens, sample.generated, strict=True) if not own]
-    call, answer = f'[calculator(expression="{a}*{b}")]', f"\\boxed{{{a * b}}}"
+    call = f'[calculator(expression="{a}*{b}")]'
+    answer = f"\\boxed{{{a * b}}}"
     assert tokenizer.decode(learned) == f"{call}<|im_end|>{answer}<|im_end|>"
     assert tokenizer.decode(given) == f"<|tool|>{a * b}<|im_end|><|assistant|>"
     asked = f"<|system|>calculator<|im_end|><|user|>{problem.question}<|im_end|><|assistant|>"
