@@ -94,11 +94,13 @@ class Policy(TrainedModel):
     def logprobs(self, microbatches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """Return logprobs and entropies, [2, T], of each micro-batch; an empty list on all but the last stage.
 
-        Inside `use_head(with_squares=True)` a third row has the sums of squared probabilities.
+        Inside `use_head(with_squares=True)` a last row has the sums of squared probabilities.
         """
         outputs = zip(self._outputs(microbatches), microbatches, strict=False)
+        with_squares = self.models()[0].head.with_squares
         return [
-            output if batch.kept_ids is None else within_kept(output, batch.kept_ids)[0] for output, batch in outputs
+            output if batch.kept_ids is None else within_kept(output, batch.kept_ids, with_squares)[0]
+            for output, batch in outputs
         ]
 
     def record_routing(self, microbatches: Sequence[MicroBatch]) -> tuple[list[torch.Tensor], list[MicroBatch]]:

@@ -53,14 +53,15 @@ def token_logprobs(
     return result
 
 
-def within_kept(output: Tensor, kept_ids: Tensor) -> tuple[Tensor, Tensor]:
+def within_kept(output: Tensor, kept_ids: Tensor, with_squares: bool = False) -> tuple[Tensor, Tensor]:
     """Return logprobs and entropies of the distribution over the kept tokens, [2, T], and the log of their mass [T].
 
     `output`: rows of `token_logprobs` with `others` = `kept_ids` [T, k], the tokens that sampling kept, among them the
     target; NO_TOKEN pads a row, and a row of padding keeps all tokens. With K the kept tokens: log p(t) - log p(K), and
     -sum over K of q log q with q = p / p(K). The set is a constant, so the gradient is that of this distribution
-    (DeepSeek-V3.2, arXiv 2512.02556, section 3.1: keep sampling mask). The log mass has no gradient. If `output` ends
-    with a row of sums of squared probabilities, the result has a third row, [3, T]: the sum over K of q squared.
+    (DeepSeek-V3.2, arXiv 2512.02556, section 3.1: keep sampling mask). The log mass has no gradient.
+    `with_squares`: the last row of `output` has the sums of squared probabilities, and the result has a third row:
+    the sum over K of q squared.
     """
     ids = kept_ids.to(output.device).t()
     known = ids >= 0
@@ -71,7 +72,7 @@ def within_kept(output: Tensor, kept_ids: Tensor) -> tuple[Tensor, Tensor]:
     log_q = (log_p - log_mass).masked_fill(~known, 0.0)
     entropy = -(log_q.exp() * log_q).sum(0)
     rows = [output[0] - log_mass, entropy.where(~keeps_all, output[1].double())]
-    if len(output) > 3 + len(ids):
+    if with_squares:
         squares = (log_q.exp().square() * known).sum(0)
         rows.append(squares.where(~keeps_all, output[-1].double()))
     return torch.stack(rows).to(output.dtype), log_mass.detach().to(output.dtype)

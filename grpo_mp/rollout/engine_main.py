@@ -29,7 +29,9 @@ def main() -> None:
     gc.enable()
     try:
         run_server(ServerArgs(**arguments))
-    finally:  # otherwise Python waits for the detokenizer for ever if the scheduler was killed during the start
+    finally:
+        gc.unfreeze()  # extension modules report what is not collected at the exit
+        # Otherwise Python waits for the detokenizer for ever if the scheduler was killed during the start.
         kill_process_tree(os.getpid(), include_parent=False)
 
 

@@ -53,7 +53,11 @@ def compute_logprobs(
                 outputs, batches = (
                     policy.record_routing(update) if record_routing else (policy.logprobs(update), update)
                 )
-            updates[number] = with_old_logprobs(batches, outputs, top_quantile, parallel)
+            batches = with_old_logprobs(batches, outputs, top_quantile, parallel)
+            if algorithm.advantage.of_tokens and outputs:
+                pairs = zip(batches, outputs, strict=True)
+                batches = [replace(batch, squared_probs=output[-1].cpu()) for batch, output in pairs]
+            updates[number] = batches
     if kl.coef:
         with policy.use_reference_weights():  # swap the weights once, not for every update
             updates = [with_logprobs(update, _reference_logprobs(policy, update), REFERENCE) for update in updates]
@@ -108,8 +112,6 @@ def with_old_logprobs(
     `entropy_weight` is divided by the remaining share of tokens, so that the entropy bonus stays a mean.
     """
     batches = with_logprobs(update, outputs, "old_logprobs")
-    if outputs and len(outputs[0]) > 2:
-        batches = [replace(batch, squared_probs=out[2].cpu()) for batch, out in zip(batches, outputs, strict=True)]
     if top_quantile == 1:
         return batches
     local = [out[1].cpu()[batch.in_loss].numpy() for batch, out in zip(update, outputs, strict=False)]

@@ -256,7 +256,7 @@ def test_logprobs_over_kept_tokens_against_a_masked_log_softmax() -> None:
     with_squares = VocabularyShard(Head(temperature, 5, vocabulary, with_squares=True))
     for others, exact_p in ((None, logits.softmax(-1)), (kept, logprobs.exp())):
         output = token_logprobs(case.hidden, case.weight, case.targets, with_squares, others)
-        rows = output if others is None else within_kept(output, others)[0]
+        rows = output if others is None else within_kept(output, others, with_squares=True)[0]
         assert rows.shape == (3, 14)
         torch.testing.assert_close(rows[2].double(), exact_p.detach().square().sum(1), rtol=1e-5, atol=0)
 
