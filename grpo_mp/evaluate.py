@@ -131,7 +131,7 @@ def read_inputs(job: EngineJob, world_size: int, ranks_per_node: int) -> RunInpu
     hf.check_positions(settings.max_request_tokens, REQUEST_TOKENS)
     train, evals, episodes = read_prompts(settings.data, rollout, reward, tokenizer, only_evals=evaluates)
     scorer = make_scorer(reward, rollout, settings.run.steps, settings.data.set_weights, tokenizer=tokenizer)
-    served = {} if evaluates else served_models(reward, None)
+    served = {} if evaluates else served_models(reward, {})
     check_served_models(served, model, settings.max_request_tokens, tokenizer, world_size, ranks_per_node)
     return RunInputs(
         hf=hf,
@@ -235,8 +235,8 @@ def open_engines(
             Rollout(inputs, engine, settings.rollout, base, job=job, logs=run.folder / "logs")
         )
         stack.callback(inputs.scorer.close)
-        if inputs.teacher:
-            stack.callback(inputs.teacher.close)
+        if inputs.teachers:
+            stack.callback(inputs.teachers.close)
         step = resumed.state.step
         monitors = stack.enter_context(open_monitors(run.folder, job.rank, run.steps, step, stops=(rollout.stop,)))
         show_notes(monitors.progress, job.rank, greet(job.world_size, step), resumed, inputs.warnings)

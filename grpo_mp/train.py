@@ -45,7 +45,7 @@ from grpo_mp.trainer.preflight import (
     data_warnings,
     load_extensions,
     make_scorer,
-    make_teacher,
+    make_teachers,
     read_model,
     read_prompts,
     replay_inputs,
@@ -318,10 +318,10 @@ def read_inputs(settings: Settings, world_size: int, ranks_per_node: int, dump: 
         raise UserError(problem)
     train.check_size("rollout.prompts_per_step", rollout.prompts_per_step, "prompts", settings.data.train)
     distillation = settings.algorithm.distillation
-    served = served_models(settings.reward, distillation.teacher if distillation else None)
+    served = served_models(settings.reward, distillation.teachers if distillation else {})
     check_served_models(served, model, settings.max_request_tokens, tokenizer, world_size, ranks_per_node)
     scorer = make_scorer(settings.reward, rollout, settings.run.steps, settings.data.set_weights, tokenizer=tokenizer)
-    teacher, unasked = make_teacher(distillation, hf, tokenizer)
+    teachers, unasked = make_teachers(distillation, hf, tokenizer)
     warnings = (
         *scorer.warnings,
         *data_warnings(train, evals),
@@ -334,7 +334,7 @@ def read_inputs(settings: Settings, world_size: int, ranks_per_node: int, dump: 
         scorer=scorer,
         warnings=warnings,
         episodes=episodes,
-        teacher=teacher,
+        teachers=teachers,
         served=served,
     )
 

@@ -28,7 +28,7 @@ CHANGEABLE = re.compile(
 )
 # Paths, which may change freely: the train data is compared by the digest in the checkpoint.
 PLACES = re.compile(r"run\.folder|data\.train(\..+\.(path|pass_rates))?")
-MODELS = re.compile(r"(model|critic)\.path|reward\.model\.path|algorithm\.distillation\.teacher\.path")
+MODELS = re.compile(r"(model|critic)\.path|reward\.model\.path|algorithm\.distillation\.teacher(\..+)?\.path")
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,7 @@ def _locate(root: type[Section], location: tuple[Any, ...]) -> tuple[type[Sectio
         section = section_type(field.annotation) if field else None
         if field and get_origin(field.annotation) is dict:
             next(parts, None)  # skip the key of the dict, which the user chose
-    return section, names
+    return section, [name for name in names if name]  # the key of a teacher of all sets is empty
 
 
 def _written_names(name: str, value: Any) -> Iterator[str]:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from grpo_mp.algorithms.distillation_settings import EVERY_SET
 from grpo_mp.algorithms.registries import needs_correctness, policy_loss_entry
 from grpo_mp.algorithms.settings import AlgorithmConfig, KLConfig
 from grpo_mp.config.data_sections import DataConfig, EvalSetConfig, SampleConfig
@@ -67,6 +68,7 @@ class Settings(TrainerSettings):
         yield from self._critic_problems()
         yield from self._reward_problems()
         yield from self._served_model_problems()
+        yield from self._teacher_problems()
         yield from self._schedule_problems()
         yield from self._ahead_problems()
         yield from self._episode_problems()
@@ -211,8 +213,10 @@ class Settings(TrainerSettings):
         distillation = self.algorithm.distillation
         rule = self.algorithm.filter
         served = [f"reward.model.path={model.path}" for model in self.reward.own_models.values()]
-        if distillation and distillation.teacher.folder:
-            served.append(f"algorithm.distillation.teacher.path={distillation.teacher.path}")
+        teachers = distillation.teachers if distillation else {}
+        served += [
+            f"algorithm.distillation.{name}.path={teacher.path}" for name, teacher in teachers.items() if teacher.folder
+        ]
         for path in served if not self.shares_devices else ():
             yield (
                 f"{path} is served in SCORE on the devices of all ranks, which schedule={self.schedule} has no "
@@ -236,6 +240,24 @@ class Settings(TrainerSettings):
                 "algorithm.distillation compares the policy's logprobs with the teacher's logprobs at temperature 1, "
                 f"but rollout.temperature={self.rollout.temperature:g} changes the policy's: set rollout.temperature=1"
             )
+
+    def _teacher_problems(self) -> Iterator[str]:
+        distillation = self.algorithm.distillation
+        if not distillation or EVERY_SET in distillation.teacher:
+            return
+        sets = [*self.data.train]
+        for name in distillation.teacher:
+            if name not in sets:
+                yield (
+                    f"algorithm.distillation.teacher.{name}: data.train has no set of this name"
+                    f"{did_you_mean(name, sets)}; there are: {', '.join(sets)}"
+                )
+        for name in sets:
+            if name not in distillation.teacher:
+                yield (
+                    f"algorithm.distillation.teacher has no teacher for the set data.train.{name}: set "
+                    f"teacher.{name}.path, or teacher.path alone, for a teacher of all sets"
+                )
 
     def _schedule_problems(self) -> Iterator[str]:
         ranks = self.engine.ranks

@@ -1,4 +1,4 @@
-"""GPU memory of SGLang servers: the engine with its draft layer, reward models, and a teacher."""
+"""GPU memory of SGLang servers: the engine with its draft layer, reward models, and teachers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -210,13 +210,13 @@ def _rule_bytes(job: PlannedJob, rule: Rule) -> float:
 
 
 def served_memory(job: PlannedJob) -> dict[str, tuple[float, float]]:
-    """Return the bytes of weights and KV cache on one GPU of the reward model and of the teacher that the job serves.
+    """Return the bytes of weights and KV cache on one GPU of the reward model and of each teacher that the job serves.
 
     While a model sleeps, its weights are on the host. The cache is the part of mem_fraction_static that weights leave.
     """
     distillation = job.settings.algorithm.distillation
     model = job.settings.reward.model
-    models = {"reward model": model, "teacher": distillation.teacher if distillation else None}
+    models = {"reward model": model, **(distillation.teachers if distillation else {})}
     sizes = {}
     for name, served in models.items():
         if served and served.folder:

@@ -52,7 +52,7 @@ class Server:
 class ServedModelClient:
     """HTTP client of a served model, with retries. Thread-safe."""
 
-    section: ClassVar[str]  # of the settings, for messages
+    section: str  # of the settings, for messages
     wanted: ClassVar[str]  # content of a valid reply, for messages
 
     def __init__(self, settings: ServedModelConfig | JudgeConfig) -> None:

@@ -1,4 +1,4 @@
-"""Client of the teacher of on-policy distillation: an SGLang server returns the logprob of each sampled token.
+"""Clients of the teachers of on-policy distillation: an SGLang server returns the logprob of each sampled token.
 
 With algorithm.distillation.topk it also returns the logprobs of the k most likely tokens at each position.
 """
@@ -14,14 +14,16 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.rewards.base import RewardError
-from grpo_mp.rewards.reward_model import ReplyError, ServedModelClient
+from grpo_mp.rewards.reward_model import ReplyError, ServedModelClient, Server
+from grpo_mp.rewards.settings import DATA_SET
 from grpo_mp.utils.errors import UserError, one_line
 from grpo_mp.utils.section import ServedModelConfig
 from grpo_mp.utils.types import NO_TOKEN, Sample, SampleGroup, TopLogprobs
 
 PATH = "/generate"
 DETOKENIZE = "/v1/detokenize"
-SECTION = "algorithm.distillation.teacher"  # of the settings
+SECTION = "algorithm.distillation"  # of the settings; a teacher is named `teacher`, or `teacher.SET` below it
+TEACHER = "teacher"
 MAX_TOPK_VALUES = 2**22  # logprobs in the reply of one request, which takes 11 bytes for each
 TOPK_REQUEST = {"return_flat_raw_top_logprobs": True, "return_flat_raw_top_logprobs_b64": True}
 TOPK_TOLERANCE = 1e-3  # by which a sum of probabilities may exceed 1: a bfloat16 teacher rounds
@@ -29,12 +31,15 @@ TOPK_ARRAYS = {"idx": np.dtype("<i4"), "val": np.dtype("<f4")}  # part of the fi
 
 
 class TeacherClient(ServedModelClient):
-    """Client of the teacher. Thread-safe."""
+    """Client of one teacher. Thread-safe."""
 
-    section = SECTION
     wanted = "the logprobs of given tokens: serve a causal language model by SGLang"
 
-    def __init__(self, settings: ServedModelConfig, topk: int | None = None, vocab_size: int = 0) -> None:
+    def __init__(
+        self, settings: ServedModelConfig, topk: int | None = None, vocab_size: int = 0, name: str = TEACHER
+    ) -> None:
+        """Read the API key. `name`: see `DistillationConfig.names_by_set`."""
+        self.section = f"{SECTION}.{name}"
         super().__init__(settings)
         self._topk = topk
         self._vocab_size = vocab_size
@@ -45,7 +50,7 @@ class TeacherClient(ServedModelClient):
         try:
             scored = iter([one for part in self._requests(sequences) for one in self._score(part)])
         except RewardError as failure:
-            raise UserError(f"{SECTION}: prompt {group.prompt.index}: {failure}") from failure
+            raise UserError(f"{self.section}: prompt {group.prompt.index}: {failure}") from failure
         samples = []
         for sample in group.samples:
             parts = [next(scored) for _ in sample.sequences]
@@ -58,7 +63,7 @@ class TeacherClient(ServedModelClient):
         try:
             self._score([Sample.from_tokens(0, (0,), (0,))])
         except RewardError as failure:
-            raise UserError(f"{SECTION}: {failure}") from failure
+            raise UserError(f"{self.section}: {failure}") from failure
 
     def _requests(self, sequences: Sequence[Sample]) -> Iterator[list[Sample]]:
         """Split the sequences into requests whose replies have at most MAX_TOPK_VALUES logprobs, or one sequence."""
@@ -136,6 +141,34 @@ class TeacherClient(ServedModelClient):
         return TopLogprobs(np.where(known, ids, NO_TOKEN).astype(np.int32), logprobs.astype(np.float32))
 
 
+class Teachers:
+    """The teachers of a run; the teacher of a prompt's data set scores its group. Thread-safe."""
+
+    def __init__(self, clients: Mapping[str, TeacherClient], by_set: Mapping[str, str]) -> None:
+        """`clients`: by name; a single one teaches all sets. `by_set`: see `DistillationConfig.names_by_set`."""
+        self._clients = clients
+        self._by_set = by_set
+
+    def score_group(self, group: SampleGroup) -> SampleGroup:
+        """Return the group with the logprobs of its teacher, see `TeacherClient.score_group`."""
+        only, *others = self._clients.values()
+        teacher = self._clients[self._by_set[group.prompt.columns[DATA_SET]]] if others else only
+        return teacher.score_group(group)
+
+    def connect(self, name: str, servers: Sequence[Server]) -> None:
+        """Set the servers, which the job has started, of a teacher."""
+        self._clients[name].connect(servers)
+
+    def close(self) -> None:
+        for client in self._clients.values():
+            client.close()
+
+
+def is_teacher(name: str) -> bool:
+    """Return whether a model that the job serves is a teacher."""
+    return name.partition(".")[0] == TEACHER
+
+
 def same_tokens(sent: Sequence[Sequence[int]], echoed: Sequence[Sequence[int]]) -> bool:
     """Return whether a server's logprobs belong to the tokens that it was sent.
 
@@ -150,23 +183,20 @@ def same_tokens(sent: Sequence[Sequence[int]], echoed: Sequence[Sequence[int]]) 
     return not different or (len(different) == 1 and all(shown == 0 for _, shown in different))
 
 
-def check_served_tokens(settings: ServedModelConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+def check_served_tokens(client: TeacherClient, tokenizer: PreTrainedTokenizerBase) -> str:
     """Check that policy and teacher server have the same vocabulary; return a warning if the server does not answer."""
-    client = TeacherClient(settings)
     numbers = sorted(tokenizer.get_vocab().values())
     try:
         body = {"tokens": [[i] for i in numbers], "skip_special_tokens": False}
         served = client.ask(DETOKENIZE, body, lambda reply: list(reply["text"]))
     except RewardError as error:
-        return f"{SECTION}: its tokenizer could not be compared with the policy's ({one_line(error, 200)})"
-    finally:
-        client.close()
+        return f"{client.section}: its tokenizer could not be compared with the policy's ({one_line(error, 200)})"
     own = [tokenizer.decode([i], skip_special_tokens=False) for i in numbers]
     different = [i for i, (mine, theirs) in enumerate(zip_longest(own, served)) if mine != theirs]
     if different:
         first = different[0]
         raise UserError(
-            f"{SECTION}.path: {len(different)} of the policy's {len(own)} tokens are others there, such as "
+            f"{client.section}.path: {len(different)} of the policy's {len(own)} tokens are others there, such as "
             f"{numbers[first]}: {served[first : first + 1]} instead of {own[first]!r}: take one of the same family"
         )
     return ""

@@ -1,4 +1,4 @@
-"""Servers of reward models and a teacher on the job's devices; they free their device memory outside phase SCORE."""
+"""Servers of reward models and teachers on the job's devices; they free their device memory outside phase SCORE."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ from grpo_mp.distributed.process_groups import all_gather
 from grpo_mp.models.tokenizer import load_tokenizer
 from grpo_mp.rewards.reward_model import Server
 from grpo_mp.rewards.settings import RewardConfig
-from grpo_mp.rewards.teacher import SECTION, first_difference
+from grpo_mp.rewards.teacher import SECTION, first_difference, is_teacher
 from grpo_mp.rollout.client import EngineClient
 from grpo_mp.rollout.engine_args import EngineSpec, check_arguments
 from grpo_mp.rollout.hosted_engine import START_TIMEOUT_S
@@ -28,7 +28,6 @@ from grpo_mp.utils.section import ServedModelConfig
 from grpo_mp.utils.types import SampleGroup
 
 Connect = Callable[[Sequence[Server]], None]
-TEACHER = "teacher"
 CAUSAL = ("ForCausalLM",)
 HEADS = ("ForSequenceClassification", "ForRewardModel", "RewardModel")  # suffixes of SGLang classes with a reward head
 GROUPS_IN_FLIGHT = 2  # groups of one rank at a server: one is computed while the other waits
@@ -36,7 +35,7 @@ MEMORY_TAGS = ("weights", "kv_cache", "cuda_graph")
 
 
 class RewardServers:
-    """Hosts one rank's servers of reward models and teacher, and scores the rank's groups on the node's servers."""
+    """Hosts one rank's servers of reward models and teachers, and scores the rank's groups on the node's servers."""
 
     def __init__(
         self,
@@ -49,7 +48,7 @@ class RewardServers:
     ) -> None:
         """Assign servers to this rank without starting them.
 
-        `models`: reward models by their names in the settings, and the teacher as TEACHER; `spec`: see `server_spec`;
+        `models`: reward models and teachers by their names in the settings; `spec`: see `server_spec`;
         `logs`: folder; `host_ranks`: ranks that host engines.
         """
         self._models = models
@@ -60,7 +59,7 @@ class RewardServers:
         self._own = {
             name: EngineProcess(own, logs / f"{log_name(name)}_{own.index}.log", log_name(name))
             for name, model in models.items()
-            if (own := server_spec(model, spec, has_head=name != TEACHER))
+            if (own := server_spec(model, spec, has_head=not is_teacher(name)))
         }
         self._clients: list[EngineClient] = []
         self._servers = 0  # number of servers that score this rank's groups
@@ -102,8 +101,8 @@ class RewardServers:
                 connect[name](share)
 
     @property
-    def serves_teacher(self) -> bool:
-        return TEACHER in self._models
+    def serves_teachers(self) -> bool:
+        return any(map(is_teacher, self._models))
 
     def move(self, onload: bool) -> None:
         """Load this rank's servers onto the device (`onload`), or free their device memory."""
@@ -133,12 +132,12 @@ class RewardServers:
         self._loop.close()
 
 
-def served_models(reward: RewardConfig | None, teacher: ServedModelConfig | None) -> dict[str, ServedModelConfig]:
-    """Return the models that the job serves: the reward models of `reward` by name, and `teacher` as TEACHER."""
-    models: dict[str, ServedModelConfig] = {**reward.own_models} if reward else {}
-    if teacher and teacher.folder:
-        models[TEACHER] = teacher
-    return models
+def served_models(
+    reward: RewardConfig | None, teachers: Mapping[str, ServedModelConfig]
+) -> dict[str, ServedModelConfig]:
+    """Return the models that the job serves, by name: the reward models of `reward`, and the teachers with a folder."""
+    own = reward.own_models if reward else {}
+    return {**own, **{name: teacher for name, teacher in teachers.items() if teacher.folder}}
 
 
 def score_groups(
@@ -155,7 +154,7 @@ def score_groups(
 
 def log_name(name: str) -> str:
     """Return the prefix of the log file names of a model's servers."""
-    return name if name == TEACHER else f"reward_{name}"
+    return name if is_teacher(name) else f"reward_{name}"
 
 
 def server_spec(model: ServedModelConfig, spec: EngineSpec, has_head: bool = True) -> EngineSpec | None:
@@ -194,12 +193,13 @@ def check_served_models(
     world_size: int,
     ranks_per_node: int,
 ) -> None:
-    """Check that the folders of the reward models and the teacher can be served and have the policy's tokenizer.
+    """Check that the folders of the reward models and teachers can be served and have the policy's tokenizer.
 
     `request_tokens`: length of the longest request.
     """
     for name, model in models.items():
-        section = SECTION if name == TEACHER else "reward.model"
+        teaches = is_teacher(name)
+        section = f"{SECTION}.{name}" if teaches else "reward.model"
         gpus = model.gpus_per_server
         if gpus < 1 or ranks_per_node % gpus or world_size % gpus:
             raise UserError(
@@ -208,8 +208,8 @@ def check_served_models(
             )
         check_arguments({name: value for name, value in model.args.items() if name != "tp_size"}, f"{section}.args")
         assert model.folder
-        _check_folder(model.folder, f"{section}.path={model.folder}", name == TEACHER, request_tokens)
-        remedy = f"take a {'teacher' if name == TEACHER else 'reward model'} of the same family"
+        _check_folder(model.folder, f"{section}.path={model.folder}", teaches, request_tokens)
+        remedy = f"take a {'teacher' if teaches else 'reward model'} of the same family"
         trust = policy.trust_remote_code
         check_tokens(model.folder, f"{section}.path", tokenizer, remedy=remedy, trust_remote_code=trust)
 

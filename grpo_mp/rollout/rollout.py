@@ -21,7 +21,7 @@ from grpo_mp.distributed.layout import model_shape
 from grpo_mp.distributed.process_groups import Job
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rewards.scorer import RewardStats, Scorer, sum_stats
-from grpo_mp.rewards.teacher import TeacherClient
+from grpo_mp.rewards.teacher import Teachers, is_teacher
 from grpo_mp.rollout.client import EngineClient, SamplingParams, sampling_seed
 from grpo_mp.rollout.engine_args import FP32_HEAD, EngineSpec, cuda_defaults, speculative_arguments
 from grpo_mp.rollout.engine_layout import EnginePlacement, engine_host_ranks, engine_placements, precision_arguments
@@ -30,7 +30,6 @@ from grpo_mp.rollout.groups import EndedGroup, LaunchedGroups, RunningGroup, una
 from grpo_mp.rollout.hosted_engine import EngineNode, HostedEngine
 from grpo_mp.rollout.reward_servers import (
     GROUPS_IN_FLIGHT,
-    TEACHER,
     Connect,
     RewardServers,
     score_groups,
@@ -49,16 +48,16 @@ from grpo_mp.utils.types import Prompt, SampleGroup
 class RolloutParts:
     """Model and scorers of a rollout.
 
-    `episodes`: parts of multi-turn rollouts; None: a rollout is a single response. `teacher`: computes the teacher's
-    logprobs of sampled tokens, for distillation. `served`: see `served_models`. `records_experts`: samples record their
-    routed experts, for R3. `has_engines`: False: a replay.
+    `episodes`: parts of multi-turn rollouts; None: a rollout is a single response. `teachers`: compute their logprobs
+    of sampled tokens, for distillation. `served`: see `served_models`. `records_experts`: samples record their routed
+    experts, for R3. `has_engines`: False: a replay.
     """
 
     hf: HfConfig
     tokenizer: PreTrainedTokenizerBase
     scorer: Scorer
     episodes: EpisodeParts | None = None
-    teacher: TeacherClient | None = None
+    teachers: Teachers | None = None
     served: Mapping[str, ServedModelConfig] = field(default_factory=dict)
     records_experts: bool = False
     has_engines: bool = True
@@ -81,7 +80,7 @@ class Rollout:
         self._tokenizer = parts.tokenizer
         self._scorer = parts.scorer
         self._episodes = parts.episodes
-        self._teacher = parts.teacher
+        self._teachers = parts.teachers
         self._engine_config = engine
         self._config = rollout
         self._seed = base.seed
@@ -128,13 +127,16 @@ class Rollout:
             self.reward_servers.launch()
 
     def open_reward_servers(self, group: dist.ProcessGroup, sleeps: bool) -> None:
-        """Wait until the servers of reward models and teacher answer, and connect to them; see RewardServers.open."""
+        """Wait until the servers of reward models and teachers answer, and connect to them; see RewardServers.open."""
         if self.reward_servers:
+            teachers = self._teachers
             connect: dict[str, Connect] = {
-                name: partial(self._scorer.connect_model, name) for name in self._parts.served
+                name: partial(
+                    teachers.connect if teachers and is_teacher(name) else self._scorer.connect_model,
+                    name,
+                )
+                for name in self._parts.served
             }
-            if self._teacher:
-                connect[TEACHER] = self._teacher.connect
             self.reward_servers.open(connect, group, sleeps)
 
     def score(self, groups: Sequence[SampleGroup], step: int) -> Sequence[SampleGroup]:
@@ -152,13 +154,13 @@ class Rollout:
 
         return servers.score(groups, finish)
 
-    def ask_teacher(self, groups: Sequence[SampleGroup]) -> Sequence[SampleGroup]:
-        """Return the groups with the teacher's logprobs of their tokens; unchanged without a teacher."""
-        if not self._teacher:
+    def ask_teachers(self, groups: Sequence[SampleGroup]) -> Sequence[SampleGroup]:
+        """Return the groups with their teachers' logprobs of their tokens; unchanged without teachers."""
+        if not self._teachers:
             return groups
-        if self.reward_servers and self.reward_servers.serves_teacher:
-            return self.reward_servers.score(groups, self._teacher.score_group)
-        return score_groups(groups, self._teacher.score_group, GROUPS_IN_FLIGHT)
+        if self.reward_servers and self.reward_servers.serves_teachers:
+            return self.reward_servers.score(groups, self._teachers.score_group)
+        return score_groups(groups, self._teachers.score_group, GROUPS_IN_FLIGHT)
 
     @contextmanager
     def losing_engine(self) -> Iterator[EngineClient | None]:

@@ -371,7 +371,7 @@ class RolloutCollector:
         with_samples = [group for group in own if group.samples]
         groups = [group for group in with_samples if group.samples[0].group_id in selected]
         return RolloutBatch(
-            groups=list(self.rollout.ask_teacher(groups)),
+            groups=list(self.rollout.ask_teachers(groups)),
             infos=tuple(info for info in infos if info.group_id in selected),
             launched=tuple(infos),
             dropped=_count_dropped(

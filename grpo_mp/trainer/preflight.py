@@ -43,7 +43,7 @@ from grpo_mp.policy.policy import check_policy
 from grpo_mp.rewards.code import check_row_tests
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rewards.settings import RewardConfig
-from grpo_mp.rewards.teacher import TeacherClient, check_served_tokens
+from grpo_mp.rewards.teacher import TeacherClient, Teachers, check_served_tokens
 from grpo_mp.rollout.engine_args import (
     check_arguments,
     check_speculation,
@@ -278,16 +278,23 @@ def read_prompts(
     return next(iter(evals.values())) if train is None else train, evals, episodes
 
 
-def make_teacher(
+def make_teachers(
     distillation: DistillationConfig | None, hf: HfConfig, tokenizer: PreTrainedTokenizerBase
-) -> tuple[TeacherClient | None, list[str]]:
-    """Return the teacher of a distillation, if any, after a test on rank 0, and a warning if its tokens are unknown."""
+) -> tuple[Teachers | None, list[str]]:
+    """Return the teachers of a distillation, if any, after a test on rank 0; warn of those whose tokens are unknown."""
     if distillation is None:
         return None, []
-    teacher = TeacherClient(distillation.teacher, distillation.topk, hf.int("vocab_size"))
-    if not (distillation.teacher.url and os.environ.get("RANK", "0") == "0"):
-        return teacher, []
-    if unasked := check_served_tokens(distillation.teacher, tokenizer):
-        return teacher, [unasked]
-    teacher.check_reply()
-    return teacher, []
+    vocab_size = hf.int("vocab_size")
+    clients = {
+        name: TeacherClient(teacher, distillation.topk, vocab_size, name)
+        for name, teacher in distillation.teachers.items()
+    }
+    warnings = list[str]()
+    for name, client in clients.items():
+        if not distillation.teachers[name].url or os.environ.get("RANK", "0") != "0":
+            continue
+        if unasked := check_served_tokens(client, tokenizer):
+            warnings.append(unasked)
+        else:
+            client.check_reply()
+    return Teachers(clients, distillation.names_by_set), warnings

@@ -81,7 +81,7 @@ NEEDED: dict[str, Any] = {  # sections that are off by default
     "reward.judge": {"url": "http://x", "model": "x"},
     "reward.code": {"weight": 1.0},
     "reward.correct": {"term": "answer"},
-    "algorithm.distillation": {"teacher": {"path": "http://x"}},
+    "algorithm.distillation": {"teacher": {"NAME": {"path": "http://x"}}},
     "data.train.NAME": {"path": "x"},
     "data.eval.NAME": {"path": "x"},
 }

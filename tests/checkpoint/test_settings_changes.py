@@ -53,7 +53,12 @@ def test_a_run_folder_has_no_place(tmp_path: Path) -> None:
     assert run.start(link, **{"run.folder": str(link)}) == []
 
 
-@pytest.mark.parametrize("name", ["model.path", "critic.path", "reward.model.path"])
+TEACHER = "algorithm.distillation.teacher"
+
+
+@pytest.mark.parametrize(
+    "name", ["model.path", "critic.path", "reward.model.path", f"{TEACHER}.path", f"{TEACHER}.math.path"]
+)
 def test_another_model_is_refused_but_not_a_link_to_the_same(name: str, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     run = Run(tmp_path / "run", **{name: str(tmp_path / "model")})

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import get_origin
 
 import pytest
+import yaml
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from grpo_mp.cli.main import COMMANDS, main
-from grpo_mp.config import Settings, SftSettings, load_settings
+from grpo_mp.config import Settings, SftSettings, check_settings, load_settings
 from grpo_mp.utils.section import Section, section_type
+from tests.minimal_settings import MINIMAL_SETTINGS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -97,6 +99,14 @@ def test_a_settings_file_of_a_page_is_complete(page: str, tmp_path: Path) -> Non
     file = tmp_path / "settings.yaml"
     file.write_text(text)
     load_settings(file)
+
+
+def test_settings_of_the_page_on_training_are_valid() -> None:
+    text = (ROOT / "grpo_mp/docs/training.md").read_text()
+    blocks = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 5
+    for block in blocks:
+        check_settings(MINIMAL_SETTINGS | yaml.safe_load(block), "grpo_mp/docs/training.md")
 
 
 def test_trl_settings_on_the_page_for_its_users_exist() -> None:

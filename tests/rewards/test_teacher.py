@@ -5,13 +5,18 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from grpo_mp.rewards.teacher import TeacherClient, check_served_tokens
+from grpo_mp.algorithms.distillation_settings import DistillationConfig
+from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.rewards import reward_model
+from grpo_mp.rewards.teacher import DETOKENIZE, PATH, TeacherClient, check_served_tokens
+from grpo_mp.trainer.preflight import make_teachers
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.section import ServedModelConfig
 from grpo_mp.utils.types import SampleGroup
@@ -22,19 +27,29 @@ MakeGroup = Callable[..., SampleGroup]
 
 
 class Server(JsonServer):
-    """Gives token n at place i the logprob -n - i / 1000; `reply` takes the place of its next answer."""
+    """Gives token n at place i the logprob -n - i / 1000, less `lower`; `reply` takes the place of its next answer.
 
-    def __init__(self) -> None:
+    With a tokenizer it also decodes tokens.
+    """
+
+    def __init__(self, lower: int = 0, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         super().__init__()
+        self.lower = lower
+        self.tokenizer = tokenizer
         self.reply: Reply | None = None
 
     def answer(self, path: str, body: Any, headers: Mapping[str, str]) -> Reply:
         if self.reply:
             return self.reply
+        if self.tokenizer and path == DETOKENIZE:
+            return 200, json.dumps({"text": self.tokenizer.batch_decode(body["tokens"])})
         starts = zip(body["input_ids"], body["logprob_start_len"], strict=True)
         k = body.get("top_logprobs_num")
         return 200, json.dumps(
-            [{"meta_info": {"input_token_logprobs": entries(*pair)} | (flat(*pair, k) if k else {})} for pair in starts]
+            [
+                {"meta_info": {"input_token_logprobs": entries(*pair, self.lower)} | (flat(*pair, k) if k else {})}
+                for pair in starts
+            ]
         )
 
 
@@ -49,9 +64,9 @@ def flat(tokens: list[int], start: int, k: int) -> dict[str, Any]:
     }
 
 
-def entries(tokens: list[int], start: int) -> list[list[Any]]:
+def entries(tokens: list[int], start: int, lower: int = 0) -> list[list[Any]]:
     """SGLang's: the first has no logprob, and each has a place for its text."""
-    return [[-token - i / 1000 if i > start else None, token, None] for i, token in enumerate(tokens)][start:]
+    return [[-token - i / 1000 - lower if i > start else None, token, None] for i, token in enumerate(tokens)][start:]
 
 
 @pytest.fixture
@@ -152,7 +167,11 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 def check(server: Server, texts: Any, tokenizer: PreTrainedTokenizerBase) -> str:
     server.reply = texts if isinstance(texts, tuple) else (200, json.dumps({"text": texts}))
-    return check_served_tokens(ServedModelConfig(path=server.url), tokenizer)
+    client = TeacherClient(ServedModelConfig(path=server.url))
+    try:
+        return check_served_tokens(client, tokenizer)
+    finally:
+        client.close()
 
 
 def test_a_servers_tokens_are_compared_by_their_texts(server: Server, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -173,3 +192,46 @@ def test_a_servers_tokens_are_compared_by_their_texts(server: Server, tokenizer:
 def test_a_server_that_cannot_be_asked_is_warned_of(server: Server, tokenizer: PreTrainedTokenizerBase) -> None:
     warning = check(server, (500, "it has no tokenizer"), tokenizer)
     assert warning.startswith("algorithm.distillation.teacher: its tokenizer could not be compared with the policy's (")
+
+
+def test_the_teacher_of_a_data_set_scores_its_groups(
+    server: Server, tokenizer: PreTrainedTokenizerBase, make_group: MakeGroup
+) -> None:
+    """Sets with equal teachers share one, which is tested once at the start; a failure names the set."""
+    server.tokenizer = tokenizer
+    hf = HfConfig(Path(), {"vocab_size": len(tokenizer)})
+    with Server(500, tokenizer).serving() as other:
+        urls = {"math": server.url, "code": other.url, "algebra": server.url}
+        config = DistillationConfig.model_validate({"teacher": {name: {"path": url} for name, url in urls.items()}})
+        teachers, warnings = make_teachers(config, hf, tokenizer)
+        assert teachers
+        assert not warnings
+        assert server.paths == other.paths == [DETOKENIZE, PATH]
+        for name, lower in (("math", 0), ("code", 500), ("algebra", 0), ("code", 500)):
+            scored = teachers.score_group(make_group(["a", "bc"], data_set=name))
+            found = [value for sample in scored.samples for value in sample.teacher_logprobs]
+            assert found == pytest.approx([-97.002 - lower, -98.002 - lower, -99.003 - lower], abs=1e-9)
+        assert len(server.paths) == len(other.paths) == 4
+        teachers.connect("teacher.code", [reward_model.Server(server.url, {})])
+        scored = teachers.score_group(make_group(["a"], data_set="code"))
+        assert scored.samples[0].teacher_logprobs == (-97.002,)
+        teachers.connect("teacher.code", [reward_model.Server(other.url, {})])
+        other.reply = 200, "hello"
+        with pytest.raises(UserError, match=r"^algorithm.distillation.teacher.code: prompt 12: http"):
+            teachers.score_group(make_group(["a"], data_set="code"))
+        teachers.close()
+
+
+def test_a_teacher_of_one_set_or_of_all_needs_no_column(
+    server: Server, tokenizer: PreTrainedTokenizerBase, make_group: MakeGroup
+) -> None:
+    server.tokenizer = tokenizer
+    one = {"path": server.url}
+    for teacher in (one, {"train": one}, {"math": one, "code": one}):
+        config = DistillationConfig.model_validate({"teacher": teacher})
+        assert DistillationConfig.model_validate(config.model_dump()) == config
+        teachers, _ = make_teachers(config, HfConfig(Path(), {"vocab_size": len(tokenizer)}), tokenizer)
+        assert teachers
+        (sample,) = teachers.score_group(make_group(["a"])).samples
+        assert sample.teacher_logprobs == (-97.002,)
+        teachers.close()

@@ -30,7 +30,8 @@ def settings(reward: dict[str, Any], **sections: Any) -> Settings:
 
 
 def check(chosen: Settings, tiny_run: TinyRun, world_size: int, ranks_per_node: int) -> None:
-    models = served_models(chosen.reward, chosen.algorithm.distillation and chosen.algorithm.distillation.teacher)
+    distillation = chosen.algorithm.distillation
+    models = served_models(chosen.reward, distillation.teachers if distillation else {})
     tokenizer = AutoTokenizer.from_pretrained(tiny_run.model)
     check_served_models(models, chosen.model, chosen.max_request_tokens, tokenizer, world_size, ranks_per_node)
 
@@ -69,6 +70,13 @@ def teaching(folder: str = "teacher", **algorithm: Any) -> dict[str, Any]:
     return {"algorithm": {"distillation": distillation, **algorithm}}
 
 
+def teaching_sets(*names: str, **sections: Any) -> dict[str, Any]:
+    """Sets math and code, and a teacher in the folder NAME for each of the names."""
+    data = MINIMAL_SETTINGS["data"] | {"train": {"math": "math.jsonl", "code": "code.jsonl"}}
+    teacher = {name: {"path": name} for name in names}
+    return teaching(distillation={"teacher": teacher}) | {"data": data} | sections
+
+
 ADDED = {"distillation": {"advantage": "add"}}
 
 
@@ -90,11 +98,44 @@ URL: dict[str, Any] = {"teacher": {"path": "http://x"}}
         (teaching(ratio="sequence"), "distillation differs by token, ratio=sequence does not: set ratio=token"),
         (teaching(filter={"zero_std": "drop"}), "learns from no reward: set filter.zero_std=keep"),
         (teaching(distillation=URL | {"kl_type": "forward"}), "kl_type=forward needs more of the teacher than one"),
+        (
+            teaching_sets("math", "cod"),
+            "teacher.cod: data.train has no set of this name \\(did you mean code\\?\\); there are: math, code",
+        ),
+        (
+            teaching_sets("code"),
+            "teacher has no teacher for the set data.train.math: set teacher.math.path, or teacher.path alone",
+        ),
+        (
+            teaching_sets("math", "code", schedule="async", engine={"ranks": 1}, sync={"pause": "in_place"}),
+            "teacher.math.path=math is served in SCORE on the devices of all ranks, which schedule=async has no phase",
+        ),
+        (teaching(distillation={"teacher": {"pat": "x"}}), "unknown setting algorithm.distillation.teacher.pat"),
+        (
+            teaching(distillation={"teacher": {"math": {"path": "x", "api_key_env": 3}}}),
+            "algorithm.distillation.teacher.math.api_key_env: expected",
+        ),
+        (teaching(distillation={"teacher": {"path": 3}}), "algorithm.distillation.teacher.path: expected"),
     ],
 )
 def test_settings_that_contradict_a_teacher(sections: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         settings({"answer": 1.0}, **sections)
+
+
+def test_sets_with_equal_teachers_share_a_server(tiny_run: TinyRun, tmp_path: Path) -> None:
+    """A folder that cannot be served is named with its set."""
+    folders = {"math": tiny_run.model, "code": tmp_path, "logic": tiny_run.model}
+    teacher = {name: {"path": str(path)} for name, path in folders.items()}
+    data = MINIMAL_SETTINGS["data"] | {"train": dict.fromkeys(folders, "rows.jsonl")}
+    chosen = settings({"answer": 1.0}, **teaching(distillation={"teacher": teacher}), data=data)
+    assert chosen.algorithm.distillation
+    served = served_models(chosen.reward, chosen.algorithm.distillation.teachers)
+    assert {name: model.folder for name, model in served.items()} == {
+        "teacher.math": tiny_run.model,
+        "teacher.code": tmp_path,
+    }
+    assert refusal(chosen, tiny_run, 2).startswith(f"algorithm.distillation.teacher.code.path={tmp_path}: no Hugging")
 
 
 def test_what_a_teacher_allows() -> None:
@@ -167,7 +208,7 @@ def test_a_server_that_has_ended_stops_the_run_with_its_log(folder: Path, tmp_pa
     """Its last lines are shown, not only that a request had no answer; groups that wait are not asked about."""
     chosen = settings({"model": {"path": str(folder)}}, run={"folder": str(tmp_path), "steps": 1})
     spec = base_spec(chosen.model, 96, 0, rank=0)
-    models = served_models(chosen.reward, None)
+    models = served_models(chosen.reward, {})
     servers = RewardServers(models, spec, tmp_path / "logs", 1, (0,), 600.0)
     asked = list[SampleGroup]()
     servers.launch()

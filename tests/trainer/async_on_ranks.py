@@ -157,7 +157,7 @@ class Engines:
     def score(self, groups: list[SampleGroup], step: int) -> list[SampleGroup]:
         return groups
 
-    def ask_teacher(self, groups: list[SampleGroup]) -> list[SampleGroup]:
+    def ask_teachers(self, groups: list[SampleGroup]) -> list[SampleGroup]:
         return groups
 
     def update(self, version: int) -> None:

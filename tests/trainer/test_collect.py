@@ -97,7 +97,7 @@ class OneRankRollout:
         self.scored.update(ids)
         return groups
 
-    def ask_teacher(self, groups: Sequence[SampleGroup]) -> Sequence[SampleGroup]:
+    def ask_teachers(self, groups: Sequence[SampleGroup]) -> Sequence[SampleGroup]:
         return groups
 
     def pause(self, launched: LaunchedGroups) -> dict[int, EndedGroup]:
