@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +20,7 @@ from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.processes import shared_environment, with_descendants
 
 IMPORT_LIMIT_S = 600.0  # time limit of the import of tools, which may load models
+LISTING_LIMIT_S = 60.0  # time limit of the start of a server and of the list of its tools
 Request = tuple[str, str, Mapping[str, Any]]  # path, method and arguments, see tool_worker.py
 ENDED_LIMIT_S = 5.0  # time limit of waiting for the exit status of a process that closed its output
 
@@ -148,9 +149,25 @@ class ToolProcesses:
             await process.ask("the end of an environment", ("", "", {}), limit_s)
         self._give_back(process)
 
-    async def check(self) -> None:
-        """Check that a worker process can import the tools, by starting and ending one."""
-        await (await self._start()).end()
+    async def check(self, servers: Sequence[str] = ()) -> dict[str, list[dict[str, Any]]]:
+        """Check that a worker process can import the tools, by starting and ending one.
+
+        `servers`: paths of ListedTools, whose schemas are returned by path. Raises UserError if one gives none.
+        """
+        process = await self._start()
+        try:
+            return {path: await self._list(process, path) for path in servers}
+        finally:
+            await process.end()
+
+    async def _list(self, process: ToolProcess, path: str) -> list[dict[str, Any]]:
+        name = path.rpartition(":")[2]
+        try:
+            await process.ask(name, (path, "", {}), LISTING_LIMIT_S)
+            schemas: list[dict[str, Any]] = await process.ask(name, (path, "schemas", {}), LISTING_LIMIT_S)
+        except ToolError as error:
+            raise UserError(f"rollout.tools {path!r}: {error}") from error
+        return schemas
 
     async def close(self) -> None:
         """End the idle processes."""

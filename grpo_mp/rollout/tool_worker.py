@@ -6,6 +6,7 @@ deletes the environment. A reply is an object with `value` or `error`.
 """
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -63,12 +64,15 @@ class _Worker:
         """Execute a request and return the reply; an exception of the tool becomes an `error` reply."""
         try:
             return _as_reply(self._do(path, method, arguments))
+        except UserError as error:
+            return {"error": one_line(error)}
         except BaseException as error:  # noqa: BLE001 - a tool may raise anything
             return {"error": f"{type(error).__name__}: {one_line(error)}"}
 
     def _do(self, path: str, method: str, arguments: Mapping[str, Any]) -> Any:
         if not path:
             self._environment = None
+            gc.collect()  # the traceback of an exception may hold the environment in a cycle of references
             return None
         value = (getattr(self._environment, method) if method else self._loaded[path])(**arguments)
         if asyncio.iscoroutine(value):

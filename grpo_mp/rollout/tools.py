@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers.utils import get_json_schema
 
-from grpo_mp.rollout.protocol import BoundedTools, ToolCall, ToolResult
+from grpo_mp.rollout.protocol import BoundedTools, ListedTools, ToolCall, ToolResult
 from grpo_mp.rollout.tool_processes import ToolError, ToolProcess, ToolProcesses, ToolTimeoutError
 from grpo_mp.utils.errors import UserError, did_you_mean, one_line
 from grpo_mp.utils.files import encodable
@@ -26,12 +26,16 @@ PROCESSES = 16  # maximum number of concurrent calls of functions on one rank
 
 @dataclass(frozen=True)
 class Tool:
-    """A function, or a method of an environment class. `slots`: limits concurrent calls of BoundedTools."""
+    """A function, a method of an environment class, or a tool of ListedTools, which its method `call` calls.
+
+    `slots`: limits concurrent calls of BoundedTools.
+    """
 
     name: str  # for messages, with the name of the class
     path: str
     method: str = ""
     slots: asyncio.Semaphore | None = None
+    listed: str = ""  # name in ListedTools
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,8 @@ class EpisodeTools:
         return ToolResult(f"{text[: self.characters]}... ({left_out} characters left out)" if left_out > 0 else text)
 
     async def _ask(self, tool: Tool, arguments: Mapping[str, Any]) -> Any:
-        request = (tool.path, tool.method, arguments)
+        given = {"name": tool.listed, "arguments": arguments} if tool.listed else arguments
+        request = (tool.path, tool.method, given)
         return await self.kit.processes.call(tool.name, request, self.limit_s, self.environments.get(tool.path))
 
 
@@ -116,7 +121,7 @@ def load_tools(
     arguments: Mapping[str, Mapping[str, Any]] = {},
     variables: Sequence[str] = (),
 ) -> ToolKit:
-    """Load functions and classes, create their JSON schemas, and check that a worker process can import them.
+    """Load functions and classes, get their JSON schemas, and check that a worker process can import them.
 
     `paths`: 'module:name' or 'file.py:name'; `processes`: maximum number of concurrent calls of functions; `arguments`:
     constructor arguments of classes, by path; `variables`: environment variables that the worker processes get.
@@ -128,12 +133,17 @@ def load_tools(
     tools = list[tuple[str, Tool]]()
     schemas = list[dict[str, Any]]()
     makers = dict[str, Mapping[str, Any]]()
+    servers = dict[str, Tool]()  # ListedTools, by path
     for path in paths:
         label = f"{SETTING} {path!r}"
         loaded = load_attribute(path, label)
         if isinstance(loaded, type):
             makers[path] = arguments.get(path, {})
-            methods = _methods(path, loaded, makers[path], label)
+            slots = _slots(loaded, makers[path], label)
+            if issubclass(loaded, ListedTools):
+                servers[path] = Tool(loaded.__qualname__, path, "call", slots)
+                continue
+            methods = _methods(path, loaded, slots)
             tools += methods.items()
             schemas += [_schema(getattr(loaded, name), label) for name in methods if name not in OF_EPISODES]
         elif path in arguments:
@@ -143,23 +153,26 @@ def load_tools(
             schemas.append(_schema(loaded, label))
         else:
             raise UserError(f"{label}: a tool is a function or a class, not {type(loaded).__name__}")
+    calls = ToolProcesses(tuple(paths), processes, makers, tuple(variables))
+    listed = asyncio.run(calls.check(tuple(servers))) if paths else {}
+    for path, server in servers.items():
+        schemas += listed[path]
+        names = [schema["function"]["name"] for schema in listed[path]]
+        tools += [(name, replace(server, name=f"{server.name}.{name}", listed=name)) for name in names]
     names = [schema["function"]["name"] for schema in schemas]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UserError(f"{SETTING}: two tools have the name {twice}: rename one")
-    calls = ToolProcesses(tuple(paths), processes, makers, tuple(variables))
-    if paths:
-        asyncio.run(calls.check())
     return ToolKit(
-        {name: tool for name, tool in tools if name not in OF_EPISODES},
-        resets=tuple(tool for name, tool in tools if name == RESET),
-        rewards=tuple(tool for name, tool in tools if name == REWARD),
+        {name: tool for name, tool in tools if tool.method not in OF_EPISODES},
+        resets=tuple(tool for _, tool in tools if tool.method == RESET),
+        rewards=tuple(tool for _, tool in tools if tool.method == REWARD),
         schemas=tuple(schemas),
         processes=calls,
     )
 
 
-def _methods(path: str, kind: type, arguments: Mapping[str, Any], label: str) -> dict[str, Tool]:
-    """Return the public methods of an environment class; create an instance to check the arguments at startup."""
+def _slots(kind: type, arguments: Mapping[str, Any], label: str) -> asyncio.Semaphore | None:
+    """Return the slots of BoundedTools; create an instance to check the arguments at startup."""
     try:
         made = kind(**arguments)
     except UserError:
@@ -167,7 +180,11 @@ def _methods(path: str, kind: type, arguments: Mapping[str, Any], label: str) ->
     except (Exception, SystemExit) as error:
         reason = f"{type(error).__name__}: {one_line(error)}"
         raise UserError(f"{label}: no environment can be made of {dict(arguments)}: {reason}") from error
-    slots = asyncio.Semaphore(made.parallel) if isinstance(made, BoundedTools) else None
+    return asyncio.Semaphore(made.parallel) if isinstance(made, BoundedTools) else None
+
+
+def _methods(path: str, kind: type, slots: asyncio.Semaphore | None) -> dict[str, Tool]:
+    """Return the public methods of an environment class."""
     names = [name for name, _ in inspect.getmembers(kind, inspect.isroutine) if not name.startswith("_")]
     return {name: Tool(f"{kind.__qualname__}.{name}", path, name, slots) for name in names}
 
