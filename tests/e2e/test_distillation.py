@@ -1,5 +1,6 @@
 """On-policy distillation: the teacher's logprobs, the metrics made of them, and a policy that comes nearer to it."""
 
+import json
 import statistics
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tools.tiny.models import make_tiny
 pytestmark = pytest.mark.nightly
 STEPS = 10
 TOPK = 8
+SHAPE = {"num_hidden_layers": 2, "hidden_size": 64, "initializer_range": 0.2}
 
 
 @torch.no_grad()
@@ -29,6 +31,21 @@ def expected_tables(folder: Path, rows: list[dict]) -> list[torch.Tensor]:
         table = model(torch.tensor([[*row["prompt_tokens"], *row["tokens"]]])).logits[0].log_softmax(-1)
         found.append(table[len(row["prompt_tokens"]) - 1 : -1])
     return found
+
+
+def dumped_rows(run: Path, step: int) -> list[dict]:
+    files = sorted((run / "rollouts_dump" / f"step_{step:06d}").glob("rank_*.parquet"))
+    rows = [row for file in files for row in parquet.read_table(file).to_pylist()]
+    assert len(rows) == 4 * 4
+    return rows
+
+
+def logprobs_of(rows: list[dict], tables: list[torch.Tensor]) -> list[list[float]]:
+    """Return the logprobs of each row's tokens."""
+    return [
+        table.gather(1, torch.tensor(row["tokens"])[:, None])[:, 0].tolist()
+        for row, table in zip(rows, tables, strict=True)
+    ]
 
 
 def prefer_some_tokens(folder: Path) -> None:
@@ -66,8 +83,7 @@ def test_the_policy_comes_nearer_to_a_teacher_that_the_job_serves(
     teacher = tmp_path / "teacher"
     run = tmp_path / "run"
     again = tmp_path / "again"
-    shape = {"num_hidden_layers": 2, "hidden_size": 64, "initializer_range": 0.2}
-    make_tiny(teacher, "qwen3", AutoTokenizer.from_pretrained(tiny_run.model), 1, **shape)
+    make_tiny(teacher, "qwen3", AutoTokenizer.from_pretrained(tiny_run.model), 1, **SHAPE)
     prefer_some_tokens(teacher)
     settings = (
         f"algorithm.distillation={{teacher: {{path: {teacher}, args: {{tp_size: 2}}}}, {changes}}}",
@@ -81,12 +97,9 @@ def test_the_policy_comes_nearer_to_a_teacher_that_the_job_serves(
     run_well(start_job(f"run.folder={run}", "rollout.dump=true", *settings))
     lines = read_jsonl(run / "metrics.jsonl")[1:]
     for line in lines:
-        files = sorted((run / "rollouts_dump" / f"step_{line['step']:06d}").glob("rank_*.parquet"))
-        rows = [row for file in files for row in parquet.read_table(file).to_pylist()]
-        assert len(rows) == 4 * 4
+        rows = dumped_rows(run, line["step"])
         tables = expected_tables(teacher, rows)
-        for row, table in zip(rows, tables, strict=True):
-            expected = table.gather(1, torch.tensor(row["tokens"])[:, None])[:, 0].tolist()
+        for row, expected in zip(rows, logprobs_of(rows, tables), strict=True):
             assert row["teacher_logprobs"] == pytest.approx(expected, abs=1e-3)
         own, theirs = (np.concatenate([row[name] for row in rows]) for name in ("rollout_logprobs", "teacher_logprobs"))
         assert line["distill/reverse_kl/mean"] == pytest.approx((own - theirs).mean(), abs=1e-3)
@@ -105,3 +118,38 @@ def test_the_policy_comes_nearer_to_a_teacher_that_the_job_serves(
         names = (*measured, "train/loss", "train/grad_norm")
         assert [after[name] for name in names] == [before[name] for name in names]
     assert not list(again.glob("logs/teacher_*"))
+
+
+def test_each_set_is_scored_by_a_teacher_of_its_own(start_job: StartJob, tiny_run: TinyRun, tmp_path: Path) -> None:
+    """The job serves both teachers."""
+    run = tmp_path / "run"
+    lines = tiny_run.train.read_text().splitlines(keepends=True)
+    teachers = list[str]()
+    sets = list[str]()
+    for number, name in enumerate(("first", "second")):
+        make_tiny(tmp_path / name, "qwen3", AutoTokenizer.from_pretrained(tiny_run.model), 1 + number, **SHAPE)
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines[number::2]))
+        teachers.append(f"{name}: {{path: {tmp_path / name}}}")
+        sets.append(f"{name}: {{path: {tmp_path / name}.jsonl}}")
+    asked = {json.loads(line)["question"] for line in lines[::2]}
+    run_well(
+        start_job(
+            f"run.folder={run}",
+            "rollout.dump=true",
+            f"data.train={{{', '.join(sets)}}}",
+            f"algorithm.distillation.teacher={{{', '.join(teachers)}}}",
+            "run.steps=2",
+            "data.eval={}",
+        )
+    )
+    rows = [*dumped_rows(run, 1), *dumped_rows(run, 2)]
+    of_first = [row["prompt"] in asked for row in rows]
+    assert {*of_first} == {True, False}
+    both = [logprobs_of(rows, expected_tables(tmp_path / name, rows)) for name in ("first", "second")]
+    for row, is_first, first, second in zip(rows, of_first, *both, strict=True):
+        own = first if is_first else second
+        other = second if is_first else first
+        assert row["teacher_logprobs"] == pytest.approx(own, abs=1e-3)
+        assert row["teacher_logprobs"] != pytest.approx(other, abs=1e-1)
+    for name in ("first", "second"):
+        assert "Prefill batch" in (run / "logs" / f"teacher.{name}_0.log").read_text()
