@@ -190,7 +190,7 @@ def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     [
         ({}, "set either command, a list of words, or url"),
         ({"command": "python server.py"}, "set either command, a list of words, or url"),
-        ({"command": ["python"], "parallel": 0}, "parallel is 0: set a number of calls, 1 or more"),
+        ({"command": ["true"], "parallel": 0}, "parallel is 0: set a number of calls, 1 or more"),
         ({"command": ["no-such-server"]}, "`no-such-server` does not start or answer: FileNotFoundError"),
         ({"command": [sys.executable, "-c", "import sys; sys.exit('no licence')"]}, "; it wrote: no licence"),
         ({"command": ["sleep", "600"]}, "Server took longer than 3 s"),
