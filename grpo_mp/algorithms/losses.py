@@ -286,7 +286,8 @@ def token_weights(
 
 
 KL_GAIN = 0.1
-ENTROPY_STEP = 0.005  # as in TRL
+# As in TRL
+ENTROPY_STEP = 0.005
 MAX_ENTROPY_COEF = 1.0
 MAX_KL_ERROR = 0.2
 

@@ -113,11 +113,11 @@ def stack_experts(tensors: Iterable[tuple[str, Tensor]], experts: int) -> Iterat
 
 
 def stack_adapters(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the adapters as peft holds those of GPT-OSS: of all experts of a layer in one A and one B.
+    """Return adapters in peft's form for GPT-OSS: one A and one B for all experts of a layer.
 
-    Of an expert, gate and up share one adapter of twice the rank; its B has the block of gate in the even rows and that
-    of up in the odd rows. A is [experts * ranks, in], B is [out, ranks * experts] (`ParamWrapper.get_delta_weight` of
-    peft). Where experts have adapters, down is among them.
+    Gate and up of an expert share one adapter of twice the rank. The even rows of its B belong to gate, the odd rows to
+    up. A is [experts * ranks, in], B is [out, ranks * experts] (`ParamWrapper.get_delta_weight` of peft). If experts
+    have adapters, their down projections have one.
     """
     stacked: dict[str, Tensor] = {}
     layers: dict[str, dict[str, dict[int, Tensor]]] = {}
@@ -140,7 +140,7 @@ def stack_adapters(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _in_turn(gate: Tensor, up: Tensor) -> Tensor:
-    """Return B of gate and up [experts, 2 * rows, 2 * rank] from that of each [experts, rows, rank]."""
+    """Return the common B of gate and up [experts, 2 * rows, 2 * rank]; `gate` and `up`: [experts, rows, rank]."""
     experts, rows, rank = gate.shape
     both = gate.new_zeros(experts, 2 * rows, 2 * rank)
     both[:, TURNS["gate"] :: 2, :rank] = gate

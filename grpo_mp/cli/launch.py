@@ -26,7 +26,8 @@ from grpo_mp.utils.parsers import (
 )
 from grpo_mp.utils.processes import begin_slow_imports
 
-SCRIPTS = Path("launch")  # in the root of the repository
+# In the root of the repository
+SCRIPTS = Path("launch")
 CONFIGS = Path("configs")
 
 

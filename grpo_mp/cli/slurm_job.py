@@ -17,7 +17,8 @@ from grpo_mp.utils.files import last_lines, read_json, write_atomically
 NO = 1  # exit status for "no"
 BAD_NODES = "bad_nodes"  # file of an attempt: names of the bad nodes, one per line
 SAVED_STEP = "saved_step"  # file of an attempt: the step of the checkpoint that it resumes from
-CHECK_LOG = "srun_check.log"  # files of an attempt: messages of srun
+# Files of an attempt: messages of srun
+CHECK_LOG = "srun_check.log"
 TRAIN_LOG = "srun.log"
 NUM_LAST_LINES = 15
 STEP_LOGGED = re.compile(r'"step": (\d+)[,.}]')

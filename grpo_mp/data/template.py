@@ -21,7 +21,8 @@ from grpo_mp.utils.types import Message
 
 ROLES = ("system", "user", "assistant", "tool")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-NAME = "call7F3A"  # of a test call, which shows the form that a template renders
+# Of a test call, which shows the form that a template renders
+NAME = "call7F3A"
 KEY = "key7F3A"
 
 

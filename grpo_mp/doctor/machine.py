@@ -33,17 +33,20 @@ CORE = {  # package -> module
 SHARED_MEMORY = "/dev/shm"
 ENOUGH_SHARED_BYTES = 2**30
 LEAST_GLIBC = (2, 34)  # of SGLang's wheels
-CACHES = Path("~/.cache")  # compiled kernels
+# Compiled kernels
+CACHES = Path("~/.cache")
 ENOUGH_CACHE_BYTES = 2 * 2**30
 INFINIBAND = Path("/sys/class/infiniband")
 PEER_MEMORY = Path("/sys/module/nvidia_peermem")  # module of the kernel by which network cards read GPU memory
 SLOW_SHARE = 0.9  # rate of a GPU / rate of the fastest of the machine
-MATRIX = 8192  # size of the multiplied matrices
+# Size of the multiplied matrices
+MATRIX = 8192
 MATRIX_REPEATS = 20
 CPU_RANKS = 2  # ranks that exchange tensors on a machine without a GPU
 EXCHANGE_LIMIT_S = 180.0
 IMPORT_LIMIT_S = 300.0
-CUDA_BYTES = 2**28  # size of the exchanged tensor
+# Size of the exchanged tensor
+CUDA_BYTES = 2**28
 CPU_BYTES = 2**22
 REPEATS = 5
 # Modules with compiled kernels that Megatron and SGLang load on a GPU -> advice if the import fails.

@@ -23,7 +23,8 @@ from grpo_mp.utils.findings import Finding, Level
 FLOAT32_TOLERANCE = 1e-4  # relative error at a point; another order of summation causes less
 LOW_PRECISION_FACTOR = 4.0  # allowed error, as a multiple of the error of transformers in the same precision
 LOW_PRECISION_FLOOR = 0.02  # relative errors below this value are normal for bfloat16
-FLOAT32_REROUTED = 0.01  # allowed share of rerouted tokens: expert scores may almost tie
+# Allowed share of rerouted tokens: expert scores may almost tie
+FLOAT32_REROUTED = 0.01
 LOW_PRECISION_REROUTED = 0.1
 
 

@@ -31,7 +31,7 @@ class Family:
     )
     transformers_type: str | None = None  # model_type in transformers, if it differs from the key in FAMILIES
     text_prefix: str = ""  # of names in vision-language folders; "": model. becomes model.language_model.
-    # Where peft does not know that all experts of a layer are one module: parts of names -> those in transformers.
+    # For experts that peft does not fuse by itself: parts of names in files -> in transformers. None: peft does.
     peft_names: Mapping[str, str] | None = None
     models: str = ""  # published models and what is rejected, for the table of the README
     rejected: str = ""

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from grpo_mp.models.hf_config import INT4
 
-PACKED = "_packed"  # suffixes of a weight's name that give the stored names
+# Suffixes of a weight's name that give the stored names
+PACKED = "_packed"
 SCALE = "_scale"
 SHAPE = "_shape"
 GROUP = 32  # columns with one scale

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from grpo_mp.models.mapping import Param, Section
 from grpo_mp.utils.errors import UserError, did_you_mean
 
-A = "lora_A"  # peft's names
+# peft's names
+A = "lora_A"
 B = "lora_B"
 
 

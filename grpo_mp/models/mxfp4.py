@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 BLOCK = 32
-BLOCKS = "_blocks"  # suffixes of a tensor's name
+# Suffixes of a tensor's name
+BLOCKS = "_blocks"
 SCALES = "_scales"
 BIAS = 127  # of the exponents
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes; the fourth bit is the sign

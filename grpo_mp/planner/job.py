@@ -79,7 +79,8 @@ def response_lengths(samples: int, mean: float, limit: int) -> tuple[int, ...]:
     def responses(median: float) -> list[float]:
         return [min(float(limit), max(1.0, median * factor)) for factor in factors]
 
-    low = 0.0  # at the highest median all lengths equal the limit
+    # At the highest median all lengths equal the limit
+    low = 0.0
     high = limit / factors[0]
     for _ in range(60):
         middle = (low + high) / 2

@@ -35,7 +35,8 @@ _MATH_NAMES = """
 """
 MATH_NAMES = frozenset(_MATH_NAMES.split())
 
-MAX_CHARACTERS = 1000  # limits of a number: Python converts integers of at most 4300 digits
+# Limits of a number: Python converts integers of at most 4300 digits
+MAX_CHARACTERS = 1000
 MAX_EXPONENT = 3000
 
 MAX_PLACES = 64  # decimal places of a number for math-verify

@@ -32,7 +32,8 @@ BLOCK = re.compile(
     r"^([ \t]*)(`{3,}|~{3,})[ \t]*(?:python|py)[\d.]*\b[^\n]*\n(.*?)^[ \t]*\2", re.DOTALL | re.MULTILINE | re.IGNORECASE
 )
 PROGRAM_TESTS = Path(__file__).with_name("program_tests.py").read_text()
-RELATIVE_TOLERANCE = 1e-5  # for decimal fractions, as in the graders of APPS and TACO
+# For decimal fractions, as in the graders of APPS and TACO
+RELATIVE_TOLERANCE = 1e-5
 ABSOLUTE_TOLERANCE = 1e-8
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 # Keys under which a dictionary holds the tests.

@@ -179,7 +179,8 @@ def _index_of_equal(answer: str, distinct: Sequence[str], verifier: MathVerifier
 
 def _closing_braces(text: str) -> dict[int, int]:
     """Map the index after each opening brace to the index of its closing brace; escaped braces do not count."""
-    opened = list[int]()  # one pass: a response may open thousands of braces and close none
+    # One pass: a response may open thousands of braces and close none
+    opened = list[int]()
     closings = dict[int, int]()
     for match in BRACE.finditer(text):
         if match[0] == "{":

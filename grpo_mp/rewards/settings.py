@@ -13,7 +13,8 @@ from grpo_mp.utils.section import Section, ServedModelConfig
 
 STEPS = "steps"  # name under which step rewards are logged; not a term of the reward
 DATA_SET = "data_set"  # column that holds the name of a row's data set in a mixture
-EPISODE = "episode"  # values of reward.steps: rewards by the rollout function, or by the served model
+# Values of reward.steps: rewards by the rollout function, or by the served model
+EPISODE = "episode"
 MODEL = "model"
 THINK_TAGS = ("<think>", "</think>")
 LARGEST_SCORE = 10.0  # of a judge; its scores from 0 are mapped to [0, 1]

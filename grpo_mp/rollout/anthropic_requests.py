@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, PositiveInt, T
 from grpo_mp.rollout.openai_requests import MODEL, ChatRequest, parse_request
 from grpo_mp.rollout.protocol import Turn
 
-# Parameters that do not affect the sampled tokens, beside those of OpenAI's requests.
+# Further parameters that do not affect the sampled tokens.
 NO_MATTER = frozenset({"betas", "container", "context_management", "inference_geo", "mcp_servers", "diagnostics"})
 THINKING = ("thinking", "redacted_thinking")  # not in responses: thoughts are a part of the text
 

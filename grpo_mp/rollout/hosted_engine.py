@@ -51,7 +51,8 @@ class HostedEngine:
         self._restart: BackgroundTask | None = None
         self._watch: BackgroundTask | None = None
         self._ready: EngineClient | None = None  # client of the restarted engine until `join`
-        self._lives = 0  # number of processes so far; times of losses [s]
+        # Number of processes so far; times of losses [s]
+        self._lives = 0
         self._losses = list[float]()
         self._losing = Lock()
         self._stopped = Event()

@@ -18,7 +18,8 @@ def main(limit_s: float) -> None:
     """Run the code of each request until stdin is closed."""
     names: dict[str, Any] = {"__name__": "__main__"}
     own = os.getpid()
-    requests = os.fdopen(os.dup(0))  # not inherited by child processes of the code
+    # Not inherited by child processes of the code
+    requests = os.fdopen(os.dup(0))
     replies = os.dup(1)
     printed = os.open("printed", os.O_RDWR | os.O_CREAT | os.O_APPEND)
     nowhere = os.open(os.devnull, os.O_RDWR)

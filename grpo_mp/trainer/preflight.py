@@ -281,7 +281,7 @@ def read_prompts(
 def make_teachers(
     distillation: DistillationConfig | None, hf: HfConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Teachers | None, list[str]]:
-    """Return the teachers of a distillation, if any, after a test on rank 0; warn of those whose tokens are unknown."""
+    """Return the teachers, None without distillation, and warnings; rank 0 tests teachers that have a URL."""
     if distillation is None:
         return None, []
     vocab_size = hf.int("vocab_size")

@@ -29,7 +29,8 @@ from grpo_mp.batching.packing import pack
 from grpo_mp.utils.types import MicroBatch, Sample, SampleInfo
 
 Values = NDArray[np.float32]
-PROMPT_TOKENS = 3  # LIMIT: max_response_tokens
+# LIMIT: max_response_tokens
+PROMPT_TOKENS = 3
 LIMIT = 50
 
 

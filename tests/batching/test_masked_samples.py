@@ -24,7 +24,8 @@ from grpo_mp.utils.types import MicroBatch, Sample, SampleInfo
 from tests.algorithms.objective import draw_update, loss_of, to_microbatches
 from tests.minimal_settings import MINIMAL_SETTINGS
 
-LENGTHS = (4, 3, 20)  # the last is left out
+# The last is left out
+LENGTHS = (4, 3, 20)
 ADVANTAGES = (1.0, -1.0, 50.0)
 WEIGHTS = (0.25, 0.25, 0.0)
 TRAINED = torch.tensor([1.0] * 4 + [-1.0] * 3, dtype=torch.float64)

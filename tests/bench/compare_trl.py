@@ -30,7 +30,8 @@ from tests.bench.workload import SMOLLM2, describe, make_workload, read_sizes
 
 TINY = ("qwen3_moe", "deepseek_v3")
 RANKS = {SMOLLM2: 1}  # ours; 2 of others
-TRL = "tests.bench.run_trl"  # two threads in all
+# Two threads in all
+TRL = "tests.bench.run_trl"
 TRL_PROCESSES = (1, 2)
 CORES = 2
 TimeOurs = Callable[[Path, int, int], tuple[list[float], dict[str, float]]]  # seconds of steps, and of their phases

@@ -33,7 +33,8 @@ from tools.tiny.models import make_tiny, make_tokenizer
 TUNED = (("2e-4", 16), ("3e-4", 16), ("5e-4", 16), ("5e-4", 32), ("1e-3", 32))  # rate, batch size
 TASK = ("--largest", "999", "--kinds", "add", "subtract", "two_steps", "--train", "20000", "--slips", "0")
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "head_dim": 16, "intermediate_size": 128}  # of the student
-TEACHER_TARGET = 0.85  # probability of a held-out worked answer that ends the cold start
+# Probability of a held-out worked answer that ends the cold start
+TEACHER_TARGET = 0.85
 STUDENT_TARGET = 0.25
 MAX_RESPONSE_TOKENS = 96  # of an answer
 Score = tuple[float, float]  # accuracy and its standard error

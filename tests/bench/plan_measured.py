@@ -61,7 +61,8 @@ MOST = 1.02
 MIB = 2**20
 TOKENS = 2048
 SHAPE = {"hidden_size": 512, "intermediate_size": 1536, "vocab_size": 32768}
-M_TRIM_THRESHOLD = -1  # of malloc.h
+# Of malloc.h
+M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 GIVEN_BACK = 2**17  # bytes from which on glibc gives back what is freed
 OTHER_LAYOUT = "load, other layout"

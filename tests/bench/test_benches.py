@@ -132,7 +132,7 @@ def test_rates_and_weight_sync_count(steps: list[PublishedStep]) -> None:
 
 
 def test_rooflines_and_losses_add_up_to_the_step(steps: list[PublishedStep]) -> None:
-    """Of a dense model, too, whose training takes 6 FLOPs per parameter and token, and those of attention."""
+    """A dense model trains with 6 FLOPs per parameter and token, plus the products of attention."""
     step = next(step for step in steps if step.name.startswith("Llama"))
     plan = make_plan(step.job)
     least = roofline.rooflines(plan)

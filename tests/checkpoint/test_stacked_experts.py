@@ -37,7 +37,8 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensors]:
         experts, columns, rows = tensor.shape
         blocks = torch.randint(256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
         scales = torch.randint(110, 131, (experts, rows, columns // 32), dtype=torch.uint8)
-        scales[0, 0, 0] = 0  # beyond what bfloat16 holds exactly, and almost infinite
+        # Beyond what bfloat16 holds exactly, and almost infinite
+        scales[0, 0, 0] = 0
         scales[0, 1, 0] = 250
         stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         expected[name] = convert_moe_packed_tensors(blocks, scales)

@@ -26,7 +26,8 @@ from tools.tiny.arithmetic import make_problems, worked_response, write_rows
 
 SFT = (sys.executable, "-m", "grpo_mp", "sft", "--ranks", "2")
 ONE_RANK = (sys.executable, "-m", "grpo_mp.sft")
-STEPS = 5  # the last step has what is left of the epoch
+# The last step has what is left of the epoch
+STEPS = 5
 BATCH = 16
 SAMPLES = 68
 TIMES = re.compile(r"(time|speed|memory)/.*")

@@ -22,7 +22,8 @@ def test_scales_equal_those_of_sglang() -> None:
     spec.loader.exec_module(kernels)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(192, 160, generator=generator) * torch.logspace(-6, 6, 192)[:, None]
-    weight[5, 32:64] = 56.0  # exactly 448 times a power of two
+    # Exactly 448 times a power of two
+    weight[5, 32:64] = 56.0
     weight[6, :32] = 0.875
     for dtype in (torch.bfloat16, torch.float32):
         _, scale = quantize(weight.to(dtype))

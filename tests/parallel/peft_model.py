@@ -45,9 +45,9 @@ EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 
 
 def _of_file(name: str, gradient: Tensor, experts: int, in_turn: bool) -> Iterator[tuple[str, Tensor]]:
-    """The adapters of all experts of a layer -> those of each; gate and up are one, whose B is block diagonal.
+    """Return the adapter of each expert from the common adapter of a layer.
 
-    Or has their rows in turn.
+    Gate and up share an adapter; its B is block diagonal, or has the rows of gate and up in turn.
     """
     layer, found, rest = name.partition(".experts.")
     if not found:

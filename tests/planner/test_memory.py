@@ -68,7 +68,8 @@ def test_residency_by_phase() -> None:
 
 def test_output_head_holds_logits_chunks_and_its_gradient() -> None:
     job = job_of("qwen2.5-7b", "h100-80", 1, layout={"tensor": 4})
-    rows = 1024  # of a micro-batch, gathered
+    # Of a micro-batch, gathered
+    rows = 1024
     columns = 152064 // 4
     hidden = 4096 * 3584 * 2
     assert logits_bytes(job, 0, backward=False) == rows * columns * 10 + hidden

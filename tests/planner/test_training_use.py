@@ -9,7 +9,8 @@ from grpo_mp.planner.resource_use import logprob_use, train_use
 from grpo_mp.utils.errors import UserError
 from tests.planner.jobs import job_of
 
-LAYERS = 61  # DeepSeek-R1
+# DeepSeek-R1
+LAYERS = 61
 HEADS = 128
 KEY_WIDTH = 192
 VALUE_WIDTH = 128
@@ -59,7 +60,8 @@ def test_graphs_of_sleeping_engines_are_in_host_memory() -> None:
 
 
 IN_FP8 = {"training": {"fp8_format": "e4m3"}}
-QKV = 3584 * (3584 + 2 * 512)  # of qwen2.5-7b
+# Of qwen2.5-7b
+QKV = 3584 * (3584 + 2 * 512)
 OUT = 3584 * 3584
 MLP = 3 * 3584 * 18944
 LAYER = QKV + OUT + MLP

@@ -14,7 +14,8 @@ from grpo_mp.policy.forward import sequence_logits
 from grpo_mp.policy.load_models import policy_tensors
 from tools.tiny.models import make_tiny, make_tokenizer
 
-TOKENS = 200  # as in DeepSeek-V2, with fewer experts
+# As in DeepSeek-V2, with fewer experts
+TOKENS = 200
 EXPERTS = 40
 GROUPS = 8
 GROUP_TOPK = 3

@@ -162,7 +162,8 @@ def collector(
     rates = {"window": 1, "max_rate": 0.99} if skips_solved else {}
     algorithm = AlgorithmConfig.model_validate({"filter": filter_, "curriculum": rates})
     job: Any = SimpleNamespace(group=one_rank_job.group)
-    job.store = dist.HashStore()  # streams' names are new in each
+    # streams' names are new in each
+    job.store = dist.HashStore()
     job.rank = 0
     job.world_size = 1
     job.engine_ranks = 0

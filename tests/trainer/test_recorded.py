@@ -28,7 +28,8 @@ from grpo_mp.utils.types import Prompt, Sample, SampleGroup
 from tests.rollout.fake_engine import FakeEngine
 from tests.trainer.test_collect import GROUP, PROMPTS, check_samples, collector, kept
 
-STEPS = 9  # of jobs that are killed: steps since the last checkpoint
+# Of jobs that are killed: steps since the last checkpoint
+STEPS = 9
 SLOTS = 6
 DONE_WHEN_KILLED = (1, 4, 0, 2)
 

@@ -28,7 +28,8 @@ SIZE = 4
 UPDATES = 2
 LR = 0.02
 KL = 0.1
-LOW = 0.01  # of the clip: narrow, so that some tokens of the second update are outside
+# Of the clip: narrow, so that some tokens of the second update are outside
+LOW = 0.01
 HIGH = 0.02
 SETTINGS = (
     "layout.expert=1",

@@ -15,7 +15,8 @@ from tools.tiny.models import make_tokenizer
 
 SMALLEST = 11
 LARGEST = 99
-EXAMPLES_WITH_TOOL = 0.8  # shares: of all examples; of the examples with the tool
+# shares: of all examples; of the examples with the tool
+EXAMPLES_WITH_TOOL = 0.8
 EXAMPLES_THAT_CALL = 0.4
 WORDS = ("How", "much", "is", "times", "calculator", "expression")
 # A system message names the tools, calls have the format of Llama 4, and results are separate messages.

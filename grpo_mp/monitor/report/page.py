@@ -24,7 +24,8 @@ from grpo_mp.utils.findings import Finding
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # Content-Security-Policy
 CHARACTERS = 4000  # longer texts are cut in the middle
 STEPS = 4  # steps whose answers are shown
-QUESTIONS = 2  # recurring questions, and how often each is shown
+# Recurring questions, and how often each is shown
+QUESTIONS = 2
 TIMES = 6
 
 
