@@ -123,9 +123,10 @@ def _as_function(tool: _Tool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def response(turn: Turn, prompt_tokens: int, stopped_by: str | None) -> dict[str, Any]:
-    """Return a turn as a message. `prompt_tokens`: number of tokens before the turn; `stopped_by`: its stop string."""
-    reason = "max_tokens" if not turn.finished else "tool_use" if turn.tool_calls else "end_turn"
+def response(turn: Turn, prompt_tokens: int) -> dict[str, Any]:
+    """Return a turn as a message. `prompt_tokens`: number of tokens before the turn."""
+    ends = "stop_sequence" if turn.stopped_by else "end_turn"
+    reason = "max_tokens" if not turn.finished else "tool_use" if turn.tool_calls else ends
     content: list[dict[str, Any]] = [{"type": "text", "text": turn.text}] if turn.text or not turn.tool_calls else []
     for call in turn.tool_calls:
         content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": dict(call.arguments)})
@@ -135,8 +136,8 @@ def response(turn: Turn, prompt_tokens: int, stopped_by: str | None) -> dict[str
         "role": "assistant",
         "model": MODEL,
         "content": content,
-        "stop_reason": "stop_sequence" if stopped_by and reason == "end_turn" else reason,
-        "stop_sequence": stopped_by if reason == "end_turn" else None,
+        "stop_reason": reason,
+        "stop_sequence": turn.stopped_by if reason == "stop_sequence" else None,
         "usage": {"input_tokens": prompt_tokens, "output_tokens": len(turn.tokens)},
     }
 

@@ -29,7 +29,7 @@ class Api(Protocol):
     def read_request(self, text: str | bytes, /) -> ChatRequest:
         """Parse the JSON body of a request. Raises RequestError for an invalid or unsupported request."""
 
-    def response(self, turn: Turn, prompt_tokens: int, stopped_by: str | None, /) -> dict[str, Any]:
+    def response(self, turn: Turn, prompt_tokens: int, /) -> dict[str, Any]:
         """Return a turn as a response. `prompt_tokens`: number of tokens before the turn."""
 
     def as_stream(self, answer: Mapping[str, Any], /) -> str:
@@ -139,7 +139,7 @@ async def _answer(session: Session, api: Api, chat: ChatRequest) -> web.Response
     async with session.queue:
         turn = await chat.generate(policy)
         *before, _ = policy.episode().segments
-    answer = api.response(turn, sum(len(part.tokens) for part in before), chat.stopped_by(policy, turn))
+    answer = api.response(turn, sum(len(part.tokens) for part in before))
     if chat.stream:
         return web.Response(text=api.as_stream(answer), content_type="text/event-stream")
     return web.json_response(answer)

@@ -277,7 +277,8 @@ class EpisodePolicy:
         parser = self.context.tool_parser
         (text,) = answer_texts(renderer.tokenizer, [output.tokens])
         calls = list[tuple[str, str]]()
-        text = text[: min([text.find(end) for end in stop if end in text], default=None)]
+        stopped_by = min((end for end in stop if end in text), key=text.find, default=None)
+        text = text.partition(stopped_by)[0] if stopped_by else text
         if renderer.tools and parser and not output.truncated:
             split = harmony.split_analysis if parser == harmony.PARSER else split_thinking
             thought, said = split(renderer.tokenizer.decode(output.tokens))  # tool calls may contain special tokens
@@ -293,6 +294,7 @@ class EpisodePolicy:
             routed_experts=output.routed_experts,
             verify_steps=output.verify_steps,
             kept=output.kept,
+            stopped_by=stopped_by,
         )
 
     def _tool_calls(self, calls: Sequence[tuple[str, str]]) -> Iterator[ToolCall]:

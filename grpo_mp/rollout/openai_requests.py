@@ -113,11 +113,6 @@ class ChatRequest(BaseModel):
         """Return the number of tokens after which the turn would be generated."""
         return policy.count_tokens(self._messages(), self._tools())
 
-    def stopped_by(self, policy: Policy, turn: Turn) -> str | None:
-        """Return the stop string of the request that ended a turn, or None."""
-        text = policy.decode(turn.tokens)
-        return min((end for end in self.stop if end and end in text), key=text.find, default=None)
-
     def _messages(self) -> list[Message]:
         return [message.model_dump() for message in self.messages]
 
@@ -145,7 +140,7 @@ def parse_request(form: type[Request], text: str | bytes) -> Request:
         raise RequestError(f"{'.'.join(map(str, first['loc'])) or 'the body'}: {first['msg']}") from error
 
 
-def response(turn: Turn, prompt_tokens: int, _: str | None = None) -> dict[str, Any]:
+def response(turn: Turn, prompt_tokens: int) -> dict[str, Any]:
     """Return a turn as a `chat.completion` response. `prompt_tokens`: number of tokens before the turn."""
     reason = "length" if not turn.finished else "tool_calls" if turn.tool_calls else "stop"
     message: dict[str, Any] = {"role": "assistant", "content": turn.text or None if turn.tool_calls else turn.text}

@@ -116,6 +116,7 @@ class Turn:
     routed_experts: ExpertIds | None = field(default=None, compare=False, repr=False)  # of the whole sequence so far
     verify_steps: int = 0  # as in Segment
     kept: KeptTokens | None = field(default=None, compare=False, repr=False)  # as in Segment
+    stopped_by: str | None = None  # the string of `stop` at which the text ends
 
     @property
     def message(self) -> Message:
