@@ -203,7 +203,8 @@ def _updated(policy: TrainedModel, weights: list[dict[str, Tensor]], reports: li
         "weights": weights,
         "held": _held(policy),
         "grad_norms": [report.grad_norm for report in reports],
-        "lrs": [report.lr for report in reports],
+        # And that of the next update, which the schedule sets.
+        "lrs": [*(report.lr for report in reports), policy.optimizer.param_groups[0]["lr"]],
         "skipped": any(report.skipped for report in reports),
     }
 
