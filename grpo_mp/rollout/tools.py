@@ -140,10 +140,10 @@ def load_tools(
         if isinstance(loaded, type):
             makers[path] = arguments.get(path, {})
             slots = _slots(loaded, makers[path], label)
+            methods = _methods(path, loaded, slots)
             if issubclass(loaded, ListedTools):
                 servers[path] = Tool(loaded.__qualname__, path, "call", slots)
-                continue
-            methods = _methods(path, loaded, slots)
+                methods = {name: tool for name, tool in methods.items() if name in OF_EPISODES}
             tools += methods.items()
             schemas += [_schema(getattr(loaded, name), label) for name in methods if name not in OF_EPISODES]
         elif path in arguments:
