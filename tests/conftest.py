@@ -129,10 +129,10 @@ def _restore_signals() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def sandbox() -> None:
     """Skip the test where programs of a model cannot be shut in."""
-    from grpo_mp.rewards.sandbox import Sandbox
+    from grpo_mp.sandbox.sandboxes import Sandboxes
 
     try:
-        Sandbox()
+        Sandboxes("tests")
     except UserError as error:
         pytest.skip(str(error))
 

@@ -41,6 +41,7 @@ def test_each_library_stays_in_its_packages() -> None:
 ORDER = (
     "utils",
     "algorithms",
+    "sandbox",
     "rewards",
     "models",
     "config",

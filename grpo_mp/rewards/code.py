@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mp.rewards.base import RewardError, Values
-from grpo_mp.rewards.sandbox import PARALLEL, Sandbox
 from grpo_mp.rewards.settings import DATA_SET, CodeConfig, RewardConfig
+from grpo_mp.sandbox.protocol import SandboxError
+from grpo_mp.sandbox.sandboxes import PARALLEL, Sandboxes
 from grpo_mp.utils.errors import UserError, did_you_mean
 from grpo_mp.utils.reading import has_column, read_column, shorten
 from grpo_mp.utils.types import SampleGroup
@@ -306,7 +307,7 @@ class CodeTests:
 
     def __init__(self, settings: CodeConfig) -> None:
         self._settings = settings
-        self._sandbox = Sandbox(url=settings.url)
+        self._sandboxes = Sandboxes("reward.code.sandbox", settings.sandbox)
         self._slots = threading.BoundedSemaphore(PARALLEL)
 
     def values(self, group: SampleGroup) -> Values:
@@ -318,7 +319,10 @@ class CodeTests:
             tests = read_tests(group.prompt.columns, self._settings.tests, self._settings.partial)
         except ValueError as error:
             raise RewardError(str(error)) from error
-        return [self._score(sample.text, tests) if tests.cases else None for sample in group.samples]
+        try:
+            return [self._score(sample.text, tests) if tests.cases else None for sample in group.samples]
+        except SandboxError as error:
+            raise RewardError(f"the program could not be isolated: {error}") from error
 
     def _score(self, response: str, tests: RowTests) -> float:
         program = extract_program(response)
@@ -339,11 +343,11 @@ class CodeTests:
 
     def _passes(self, program: str, case: CodeTest, seconds: float) -> bool:
         if case.script is None:
-            outcome = self._sandbox.run(program, case.stdin, seconds)
-            return outcome.succeeded and is_same_output(outcome.output, case.stdout)
+            outcome = self._sandboxes.run(program, case.stdin, seconds)
+            return outcome.status == 0 and is_same_output(outcome.stdout, case.stdout)
         token = secrets.token_hex(16)  # unknown to the program, so that it cannot fake passed tests
         job = f"{PROGRAM_TESTS}\n\nrun({program!r}, {case.script!r}, {token!r})\n"
-        _, _, values = self._sandbox.run(job, "", seconds).output.rpartition(token)
+        _, _, values = self._sandboxes.run(job, "", seconds).stdout.rpartition(token)
         return are_allowed(values, case.expected)
 
 

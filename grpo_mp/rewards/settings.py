@@ -100,7 +100,7 @@ class JudgeConfig(Section):
 
 
 class CodeConfig(Section):
-    """Tests that the Python code of a response must pass; it runs in bubblewrap, or on a sandbox server."""
+    """Tests that the Python code of a response must pass; it runs in a sandbox."""
 
     weight: float = Field(1.0, description="weight of the tests' result in the reward")
     tests: str = Field(
@@ -109,10 +109,10 @@ class CodeConfig(Section):
         "pytest functions (KodCode), unittest classes, {inputs, outputs} (APPS, TACO), or a list of "
         "{input, output, testtype} (LiveCodeBench)",
     )
-    url: str | None = Field(
-        None,
-        pattern="^https?://",
-        description="sandbox server with SandboxFusion's API run_code; null: bubblewrap on this machine",
+    sandbox: str = Field(
+        "bubblewrap",
+        description="bubblewrap, docker:IMAGE, podman:IMAGE, apptainer:IMAGE, the URL of a server of "
+        "SandboxFusion (API run_code), or your own 'file.py:Class' (grpo_mp/sandbox/protocol.py)",
     )
     timeout_s: float = Field(5.0, gt=0, description="time limit of all tests of one response, in seconds")
     partial: bool = Field(False, description="score the share of passed tests; false: 1 if all pass, else 0")

@@ -1,4 +1,4 @@
-"""Python interpreter as a tool, in the sandbox of `reward.code`; variables persist over the turns of an episode."""
+"""Python interpreter as a tool, in a sandbox; variables persist over the turns of an episode."""
 
 import json
 import os
@@ -11,8 +11,8 @@ from functools import cache
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from grpo_mp.rewards.sandbox import GRACE_S, PARALLEL, Sandbox
 from grpo_mp.rollout.protocol import BoundedTools
+from grpo_mp.sandbox.sandboxes import GRACE_S, PARALLEL, Sandboxes
 
 SECTION = "rollout.tool_args grpo_mp.rollout.python_tool:Python"
 INTERPRETER = Path(__file__).with_name("python_session.py").read_text()
@@ -26,15 +26,15 @@ class SessionEndedError(Exception):
 class Session:
     """A sandboxed interpreter that lives until `end` or the end of this process. Runs one piece of code at a time."""
 
-    def __init__(self, sandbox: Sandbox, timeout_s: float) -> None:
+    def __init__(self, sandboxes: Sandboxes, timeout_s: float) -> None:
         """Start the interpreter and wait for it.
 
-        Raises SessionEndedError if it does not answer, RewardError without bubblewrap.
+        Raises SessionEndedError if it does not answer.
         """
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         streams = (subprocess.PIPE, subprocess.PIPE, subprocess.DEVNULL)
-        self._process = sandbox.start(INTERPRETER, [str(self._timeout_s)], streams)
+        self._process = sandboxes.popen(INTERPRETER, [str(self._timeout_s)], streams)
         self._ask("", GRACE_S)  # so that the start does not count toward the first code's time limit
 
     def run(self, code: str) -> str:
@@ -81,10 +81,10 @@ class Python(BoundedTools):
 
     parallel = PARALLEL
 
-    def __init__(self, timeout_s: float = 5.0) -> None:
-        """Check that this machine can isolate programs. `timeout_s`: time limit of one call."""
+    def __init__(self, timeout_s: float = 5.0, sandbox: str = "bubblewrap") -> None:
+        """Check the sandbox. `timeout_s`: time limit of one call; `sandbox`: its kind, see Sandboxes."""
         self._timeout_s = timeout_s
-        self._sandbox = _sandbox()
+        self._sandboxes = _sandboxes(sandbox)
         self._session: Session | None = None
 
     def python(self, code: str) -> str:
@@ -95,7 +95,7 @@ class Python(BoundedTools):
             code: the code to run
         """
         if self._session is None:
-            self._session = Session(self._sandbox, self._timeout_s)
+            self._session = Session(self._sandboxes, self._timeout_s)
             weakref.finalize(self, self._session.end)
         try:
             return self._session.run(code)
@@ -105,5 +105,5 @@ class Python(BoundedTools):
 
 
 @cache
-def _sandbox() -> Sandbox:
-    return Sandbox(SECTION)
+def _sandboxes(kind: str) -> Sandboxes:
+    return Sandboxes(SECTION, kind)

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from grpo_mp.rollout.protocol import ToolCall, ToolResult
-from grpo_mp.rollout.python_tool import _sandbox
+from grpo_mp.rollout.python_tool import _sandboxes
 from grpo_mp.rollout.tools import EpisodeTools, load_tools
 from grpo_mp.utils.errors import UserError
 
@@ -72,8 +72,8 @@ def test_memory_is_limited_and_isolation_is_checked_at_the_start(monkeypatch: py
     with pytest.raises(UserError, match=r"rollout.tool_args: 'Python' is not in rollout.tools"):
         load_tools([PATH], arguments={"Python": {}})
     monkeypatch.setenv("PATH", "/nowhere")
-    _sandbox.cache_clear()
-    with pytest.raises(UserError, match=r"Python: programs cannot be isolated here \(bubblewrap"):
+    _sandboxes.cache_clear()
+    with pytest.raises(UserError, match=r"Python: programs cannot be isolated by bubblewrap \(bwrap"):
         load_tools([PATH], arguments={PATH: {"timeout_s": 3.5}})
 
 

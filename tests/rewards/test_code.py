@@ -3,10 +3,10 @@ from typing import Any
 
 import pytest
 
-from grpo_mp.rewards import sandbox as sandbox_module
 from grpo_mp.rewards.code import extract_program
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rewards.settings import RewardConfig
+from grpo_mp.sandbox import commands
 from grpo_mp.utils.types import SampleGroup
 
 MakeGroup = Callable[..., SampleGroup]
@@ -104,7 +104,7 @@ def test_a_failing_sandbox_is_not_a_wrong_program(
     score: Callable[..., Any], make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scorer = Scorer(RewardConfig.model_validate({"code": {}, "on_error": -1.0}), max_response_tokens=10)
-    monkeypatch.setattr(sandbox_module, "SYSTEM", ("/usr",))  # without the loader nothing starts
+    monkeypatch.setattr(commands, "SYSTEM", ("/usr",))  # without the loader nothing starts
     monkeypatch.setenv("PATH", "/nowhere")
     assert scorer.score_group(make_group([answer(ADD)], tests="assert add")).samples[0].reward == -1.0
     assert scorer.take_stats().failures == {"code": 1}

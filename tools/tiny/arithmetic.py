@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.files import write_atomically
@@ -60,6 +60,11 @@ class Problem:
         """Return the answer in GSM8K's format: the working, then the result after '####'."""
         working, result = solve(self.kind, self.operands)
         return f"{working}\n#### {result}"
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """Return the data row."""
+        return {"question": self.question, "answer": self.answer}
 
 
 def make_problems(
@@ -120,9 +125,17 @@ def solve(kind: str, operands: tuple[int, ...], slip: Slip | None = None) -> tup
     return f"{first} {second}", result
 
 
-def write_jsonl(problems: Iterable[Problem], path: Path) -> None:
-    """Write each problem as a line {"question": ..., "answer": ...}, atomically."""
-    write_rows(({"question": problem.question, "answer": problem.answer} for problem in problems), path)
+class HasRow(Protocol):
+    """A problem of a task."""
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """Return the data row."""
+
+
+def write_jsonl(problems: Iterable[HasRow], path: Path) -> None:
+    """Write each problem as a line of JSON, atomically."""
+    write_rows((problem.row for problem in problems), path)
 
 
 def write_rows(rows: Iterable[Mapping[str, Any]], path: Path) -> None:

@@ -50,7 +50,7 @@ def cold_start_settings(model: Path, train: Path, held_out: Path, seed: int, ste
         "run": {"folder": model.parent / f"{model.name}_sft", "steps": steps, "seed": seed},
         "model": {"path": model, "dtype": "float32"},
         "data": {"train": str(train), "eval": {HELD_OUT: str(held_out)}},
-        "sft": {"batch_size": 128, "max_tokens": 128},
+        "sft": {"batch_size": 128, "max_tokens": 256},
         "optimizer": {"lr": 3e-3, "min_lr": 3e-4, "lr_schedule": "linear", "warmup_updates": 5},
         "training": {"max_tokens_per_microbatch": 8192},
     }

@@ -24,7 +24,7 @@ from grpo_mp.utils.errors import UserError, exit_with
 from grpo_mp.utils.log import log_to_terminal
 from grpo_mp.utils.parsers import Parser, positive_int
 from grpo_mp.utils.reading import read_json
-from tools.tiny import products
+from tools.tiny import products, repositories
 from tools.tiny.arithmetic import (
     TEMPLATES,
     Problem,
@@ -53,6 +53,10 @@ def main() -> None:
         train, held_out = products.make_problems(args.train, args.eval, args.seed)
         tokenizer = products.tokenizer()
         examples = products.make_examples(train, args.seed, NUM_HELD_OUT)
+    elif args.task == "repositories":
+        train, held_out = repositories.make_problems(args.train, args.eval, args.seed)
+        tokenizer = repositories.tokenizer()
+        examples = repositories.make_examples(train, args.seed, NUM_HELD_OUT)
     else:
         train, held_out = make_problems(args.train, args.eval, args.seed, args.largest, tuple(args.kinds))
         tokenizer = make_tokenizer(vocabulary_words())
@@ -118,7 +122,10 @@ def make_parser() -> Parser:
     parser.add_argument("--out", type=Path, default=Path("checkpoints/tiny_deepseek_v3"), help="the model's folder")
     parser.add_argument("--data", type=Path, default=Path("data/arithmetic"), help="folder of train and eval.jsonl")
     parser.add_argument(
-        "--task", choices=("arithmetic", "calculator"), default="arithmetic", help="calculator: products, by a tool"
+        "--task",
+        choices=("arithmetic", "calculator", "repositories"),
+        default="arithmetic",
+        help="calculator: products, by a tool; repositories: a wrong line to edit in a sandbox",
     )
     parser.add_argument("--largest", type=positive_int, default=29, help="largest operand")
     parser.add_argument("--kinds", nargs="+", choices=sorted(TEMPLATES), default=["add"])

@@ -1,0 +1,1 @@
+"""Sandboxes: files and processes of the policy's programs, apart from this machine."""

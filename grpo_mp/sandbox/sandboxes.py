@@ -1,0 +1,187 @@
+"""Start sandboxes on this machine, or run programs on a sandbox server."""
+
+import base64
+import json
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import IO, Any, cast
+
+import httpx
+
+from grpo_mp.sandbox.commands import CONTAINERS, isolate
+from grpo_mp.sandbox.protocol import Limits, Outcome, Sandbox, SandboxEndedError, SandboxError
+from grpo_mp.utils.errors import UserError, one_line
+from grpo_mp.utils.user_code import load_attribute
+
+PARALLEL = 4  # programs that run at one time on one rank: each may use a core
+GRACE_S = 10.0  # added to the time limit of a command, for the reply
+START_S = 60.0  # limit of the start of a sandbox: Docker may be slow
+DEFAULT_LIMITS = Limits()
+AGENT = Path(__file__).with_name("agent.py").read_text()
+KINDS = ("bubblewrap", "docker", "podman", "apptainer")
+REMEDY = "install bubblewrap and allow user namespaces, or name another sandbox, such as docker:IMAGE or a server's URL"
+
+
+class LocalSandbox:
+    """A sandbox whose agent.py is a child of this process. All its processes end with the agent."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", limits: Limits) -> None:
+        self._process = process
+        self._limits = limits
+        self._lock = threading.Lock()
+
+    def exec(self, command: Sequence[str], stdin: str = "", timeout_s: float = 60.0) -> Outcome:
+        most = self._limits.output_bytes
+        request = {"do": "run", "command": list(command), "stdin": stdin, "timeout_s": timeout_s, "output_bytes": most}
+        return Outcome(*self._ask(request, timeout_s + GRACE_S))
+
+    def write(self, path: str, content: bytes) -> None:
+        self._ask({"do": "write", "path": path, "content": base64.b64encode(content).decode()})
+
+    def read(self, path: str) -> bytes:
+        return base64.b64decode(self._ask({"do": "read", "path": path}))
+
+    def stop(self) -> None:
+        self._end()
+
+    def _end(self) -> str:
+        """End the sandbox and return its stderr."""
+        self._process.kill()
+        try:
+            _, stderr = self._process.communicate()
+        except ValueError:  # ended before
+            return ""
+        return stderr.decode(errors="replace").strip()
+
+    def _ask(self, request: dict[str, Any], limit_s: float = START_S) -> Any:
+        with self._lock:
+            try:
+                self._process.stdin.write(json.dumps(request).encode() + b"\n")  # type: ignore[union-attr]
+                self._process.stdin.flush()  # type: ignore[union-attr]
+                line = self._read_line(time.monotonic() + limit_s)
+            except (BrokenPipeError, ValueError):
+                line = b""
+        if not line.endswith(b"\n"):
+            raise SandboxEndedError(one_line(self._end()) or "the sandbox does not answer")
+        reply = json.loads(line)
+        if "error" in reply:
+            raise OSError(reply["error"])
+        return reply["value"]
+
+    def _read_line(self, deadline: float) -> bytes:
+        descriptor = self._process.stdout.fileno()  # type: ignore[union-attr]
+        pieces = list[bytes]()
+        while not (pieces and pieces[-1].endswith(b"\n")):
+            ready = wait([descriptor], max(0.0, deadline - time.monotonic()))
+            if not (ready and (piece := os.read(descriptor, 2**20))):
+                break
+            pieces.append(piece)
+        return b"".join(pieces)
+
+
+class Sandboxes:
+    """Starts sandboxes of one kind without network and with limits of time, memory, output and processes. Thread-safe.
+
+    `kind`: "bubblewrap": with the programs of this machine; "bubblewrap:FOLDER": with a root file system;
+    "docker:IMAGE", "podman:IMAGE", "apptainer:IMAGE"; "https://...": a server with SandboxFusion's API run_code, which
+    only runs single programs; "file.py:Class" or "module:Class": a class of your own, see Sandbox.
+    """
+
+    def __init__(self, section: str, kind: str = "bubblewrap", limits: Limits = DEFAULT_LIMITS) -> None:
+        """Check the sandbox with an empty program. `section`: of the settings, for messages."""
+        self._kind, _, self._image = kind.partition(":")
+        self._url = kind.rstrip("/") if kind.startswith(("http://", "https://")) else None
+        self._limits = limits
+        self._class = None if self._url or self._kind in KINDS else load_attribute(kind, section)
+        try:
+            outcome = self.run("", "", GRACE_S)
+        except SandboxError as error:
+            raise UserError(f"{section}: programs cannot be isolated by {kind} ({error}): {REMEDY}") from error
+        if outcome.status != 0:
+            reason = outcome.stderr or outcome.stdout or "it prints nothing"
+            raise UserError(f"{section}: an empty program fails in the sandbox: {reason}")
+
+    def run(self, program: str, stdin: str, timeout_s: float) -> Outcome:
+        """Run a Python program in a new sandbox. Raises SandboxError if the sandbox cannot be started."""
+        if self._url:
+            return self._run_on_server(program, stdin, timeout_s)
+        sandbox = self.start()
+        try:
+            sandbox.write("main.py", program.encode(errors="replace"))
+            return sandbox.exec(["python3", "-I", "-B", "main.py"], stdin, timeout_s)
+        except SandboxEndedError:  # the program ended it
+            return Outcome(None, "")
+        finally:
+            sandbox.stop()
+
+    def start(self) -> Sandbox:
+        """Start a sandbox, which ends by its `stop` or with this process."""
+        if self._class:
+            sandbox: Sandbox = self._class(self._limits)
+            return sandbox
+        pipes = (subprocess.PIPE, subprocess.PIPE, subprocess.PIPE)
+        local = LocalSandbox(self.popen(AGENT, [str(self._limits.file_bytes)], pipes), self._limits)
+        try:
+            local.exec(["true"])
+        except SandboxEndedError as error:
+            raise SandboxError(str(error)) from error
+        return local
+
+    def popen(
+        self, program: str, arguments: Sequence[str], streams: Sequence[IO[bytes] | int]
+    ) -> "subprocess.Popen[bytes]":
+        """Start a Python program in a sandbox of its own, which ends with the program or with this process.
+
+        `streams`: stdin, stdout and stderr.
+        """
+        if self._url or self._class:
+            raise SandboxError(f"it needs a sandbox of the kinds {', '.join(KINDS)}")
+        stdin, stdout, stderr = streams
+        command = isolate(self._kind, self._image, self._limits, program, arguments)
+        popen = Container if self._kind in CONTAINERS else subprocess.Popen[bytes]
+        # bwrap ends with the thread that starts it, so that thread must live as long as this process.
+        return _spawner(os.getpid()).submit(popen, command, stdin=stdin, stdout=stdout, stderr=stderr).result()
+
+    def _run_on_server(self, program: str, stdin: str, timeout_s: float) -> Outcome:
+        """Run a program with SandboxFusion's API run_code."""
+        body = {
+            "code": program,
+            "language": "python",
+            "stdin": stdin,
+            "run_timeout": timeout_s,
+            "memory_limit_MB": self._limits.memory_bytes // 2**20,
+        }
+        try:
+            reply = httpx.post(f"{self._url}/run_code", json=body, timeout=timeout_s + GRACE_S)
+            answer: dict[str, Any] = reply.raise_for_status().json()
+            result = answer["run_result"]
+            if answer["status"] == "SandboxError" or result is None:
+                raise SandboxError(f"{self._url}: the sandbox server failed: {answer.get('message')}")
+            status = int(result["return_code"]) if result["status"] == "Finished" else None
+            return Outcome(status, result["stdout"] or "", result.get("stderr") or "")
+        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+            raise SandboxError(
+                f"{self._url}: no answer of a sandbox server: {type(error).__name__}: {error}"
+            ) from error
+
+
+class Container(subprocess.Popen[bytes]):
+    """Client of a container. A killed client may leave its container behind, so `kill` removes the container first."""
+
+    def kill(self) -> None:
+        program, _, _, name, *_ = cast(list[str], self.args)
+        subprocess.run([program, "rm", "--force", name], capture_output=True, timeout=START_S, check=False)
+        super().kill()
+
+
+@cache
+def _spawner(pid: int) -> ThreadPoolExecutor:
+    """Return the thread that starts sandboxes; by process id, because a forked process has no threads."""
+    return ThreadPoolExecutor(1, "sandbox")

@@ -1,0 +1,131 @@
+"""Repositories that an episode repairs by bash and edits in a real sandbox."""
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from grpo_mp.rollout.protocol import ToolCall, ToolResult
+from grpo_mp.rollout.tools import EpisodeTools, ToolKit, load_tools
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.types import Sample
+from tests.rollout.engineless import TextClient, make_prompt, make_runner, roll_out
+from tools.tiny.repositories import OPERATORS, Repository, make_problems, tokenizer
+
+pytestmark = pytest.mark.usefixtures("sandbox")
+PATH = "grpo_mp.rollout.workspace_tool:Workspace"
+ROW = Repository("multiply", "price", ("a", "b"), "+", (7, 5)).row
+READS = '[bash]({"command": "cat price.py"})'
+REPAIRS = '[edit]({"path": "price.py", "old": "a + b", "new": "a * b"})'
+SPOILS = '[edit]({"path": "price.py", "old": "a + b", "new": "a - b"})'
+CHEATS = '[bash]({"command": "echo > test.py"})'
+
+
+def roll_out_turns(*turns: str, row: dict[str, Any] = ROW) -> tuple[Sample, TextClient]:
+    client = TextClient(tokenizer(), [f"{turn}<|im_end|>" for turn in turns])
+    runner = make_runner(client, None, tools=[PATH], tool_parser="pythonic", limits={"tool_s": 60, "turns": 5})
+    return roll_out(runner, replace(make_prompt(runner), columns=row)), client
+
+
+def test_the_tests_of_the_row_reward_the_episode() -> None:
+    for turns, reward in (
+        ((READS, REPAIRS, "done"), 1.0),
+        ((SPOILS, "done"), 0.0),
+        (("done",), 0.0),
+        ((CHEATS, "done"), 0.0),  # the tests are written after the last turn
+    ):
+        sample, _ = roll_out_turns(*turns)
+        assert (sample.episode_reward, sample.state) == (reward, "completed")
+
+
+def test_sampled_tokens_are_trained_on_and_results_are_given() -> None:
+    sample, client = roll_out_turns(READS, REPAIRS, "done")
+    words = client.tokenizer
+    generated = [token for token, own in zip(sample.tokens, sample.generated, strict=True) if own]
+    assert words.decode(generated) == f"{READS}<|im_end|>{REPAIRS}<|im_end|>done<|im_end|>"
+    given = [token for token, own in zip(sample.tokens, sample.generated, strict=True) if not own]
+    assert "<|tool|>def price(a, b):\n    return a + b" in words.decode(given)
+    assert "<|tool|>edited price.py" in words.decode(given)
+
+
+def test_a_row_whose_setup_fails_is_an_error_of_the_episode() -> None:
+    sample, _ = roll_out_turns("done", row=ROW | {"setup": "echo no such package >&2; exit 3"})
+    assert sample.state == "error"
+    assert "the setup of the row failed: no such package" in sample.error
+
+
+LOOP = asyncio.new_event_loop()  # one for all calls: worker processes belong to it
+
+
+def call(tools: EpisodeTools, name: str, **arguments: str) -> ToolResult:
+    return LOOP.run_until_complete(tools.call(ToolCall(name, arguments)))
+
+
+def open_workspace(columns: dict[str, Any], **arguments: Any) -> tuple[ToolKit, EpisodeTools]:
+    kit = load_tools([PATH], arguments={PATH: arguments})
+    tools = LOOP.run_until_complete(kit.open(60.0, 4096))
+    LOOP.run_until_complete(tools.reset(columns))
+    return kit, tools
+
+
+def test_commands_share_files_and_have_limits() -> None:
+    kit, tools = open_workspace({"files": {"lib/one.py": "x = 1\n"}, "setup": "touch made"}, folder="src", timeout_s=2)
+    assert call(tools, "bash", command="ls; cd lib; pwd").text == "lib\nmade\n/program/src/lib\n"
+    assert call(tools, "bash", command="pwd").text == "/program/src\n"
+    assert call(tools, "bash", command="echo seen >&2; exit 4").text == "seen\n\n(exit status 4)"
+    assert "ended at its time limit" in call(tools, "bash", command="sleep 30").text
+    assert call(tools, "edit", path="lib/one.py", old="x = 2", new="x = 3") == ToolResult(
+        "Error: ValueError: the old text occurs 0 times in lib/one.py: give a text that occurs once", "raised"
+    )
+    assert call(tools, "edit", path="lib/two.py", old="", new="y = 2\n").text == "wrote lib/two.py"
+    assert call(tools, "bash", command="cat lib/one.py lib/two.py").text == "x = 1\ny = 2\n"
+    assert "No such file" in call(tools, "edit", path="lib/three.py", old="x", new="y").text
+    flood = call(tools, "bash", command="yes | head -c 100000")
+    assert flood.text.endswith("characters left out)")
+    assert len(flood.text) < 5000
+    LOOP.run_until_complete(tools.close())
+    LOOP.run_until_complete(kit.close())
+
+
+def test_a_sandbox_ends_with_its_episode() -> None:
+    kit, tools = open_workspace({"files": {}})
+    call(tools, "bash", command="sleep 1234 & echo")
+    assert sleeping()
+    LOOP.run_until_complete(tools.close())
+    LOOP.run_until_complete(kit.close())
+    psutil.wait_procs(sleeping(), timeout=60)
+    assert not sleeping()
+
+
+def sleeping() -> list[psutil.Process]:
+    return [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "1234"]]
+
+
+def test_a_sandbox_that_cannot_start_is_refused_at_the_start() -> None:
+    with pytest.raises(
+        UserError, match=r"Workspace: programs cannot be isolated by apptainer:x\.sif \(apptainer is not"
+    ):
+        load_tools([PATH], arguments={PATH: {"sandbox": "apptainer:x.sif"}})
+    _, tools = open_workspace({"image": ""}, sandbox="bubblewrap{image}")
+    assert call(tools, "bash", command="echo here").text == "here\n"
+
+
+def test_problems_fail_their_tests_until_they_are_repaired(tmp_path: Path) -> None:
+    train, held_out = make_problems(300, 100, 0)
+    assert len({json.dumps(problem.row) for problem in (*train, *held_out)}) == 400
+    for problem in train[:50]:
+        outcomes = []
+        for code in (problem.code, problem.code.replace(problem.wrong, OPERATORS[problem.kind])):
+            names: dict[str, Any] = {}
+            exec(code, names)
+            test = problem.row["tests"]["test.py"].partition("\n")[2]
+            try:
+                exec(test, names)
+                outcomes.append("passed")
+            except AssertionError:
+                outcomes.append("failed")
+        assert outcomes == ["failed", "passed"]
