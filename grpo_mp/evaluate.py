@@ -126,7 +126,7 @@ def read_inputs(job: EngineJob, world_size: int, ranks_per_node: int) -> RunInpu
     reward = settings.reward
     check_place(settings.run, settings.monitor, job.resolved)
     hf, tokenizer = read_model(model, settings.layout, settings.training, world_size * job.needs_policy)
-    form = check_engines(settings.engine, hf, world_size, ranks_per_node=ranks_per_node)
+    form = check_engines(settings.engine, hf, model.dtype, world_size, ranks_per_node=ranks_per_node)
     check_bucket(hf, model.dtype, settings.layout, settings.sync.bucket_bytes, formats={form})
     hf.check_positions(settings.max_request_tokens, REQUEST_TOKENS)
     train, evals, episodes = read_prompts(settings.data, rollout, reward, tokenizer, only_evals=evaluates)

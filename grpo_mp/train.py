@@ -299,7 +299,7 @@ def read_inputs(settings: Settings, world_size: int, ranks_per_node: int, dump: 
     trainers = world_size - engine.ranks
     hf, tokenizer = read_model(model, settings.layout, settings.training, trainers)
     replays = settings.training.router_replay == "R3"
-    form = None if dump else check_engines(engine, hf, world_size, ranks_per_node, replays_experts=replays)
+    form = None if dump else check_engines(engine, hf, model.dtype, world_size, ranks_per_node, replays_experts=replays)
     formats = sent_formats(run, form)
     check_bucket(hf, model.dtype, settings.layout, settings.sync.bucket_bytes, formats=formats)
     if settings.critic:

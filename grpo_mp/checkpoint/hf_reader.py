@@ -180,11 +180,15 @@ def check_shape(reader: HfReader, name: str, shape: tuple[int, ...]) -> None:
         raise UserError(f"{reader.folder}: tensor {name} has shape {list(stored)}, config.json says {list(shape)}")
 
 
-def check_finite(tensor: Tensor, folder: Path, name: str) -> Tensor:
-    """Return the tensor itself; refuse NaN and infinity."""
+def check_finite(tensor: Tensor, folder: Path, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the tensor itself; refuse NaN, infinity and values beyond the largest of `dtype`."""
     # If any value is NaN, aminmax returns NaN.
-    if tensor.numel() and not all(bool(extreme.isfinite()) for extreme in tensor.aminmax()):
+    extremes = tensor.aminmax() if tensor.numel() else ()
+    if not all(bool(extreme.isfinite()) for extreme in extremes):
         raise UserError(f"{folder}: the tensor {name} holds NaN or infinity: take another checkpoint")
+    if not all(bool(extreme.to(dtype).isfinite()) for extreme in extremes):
+        largest = torch.finfo(dtype).max
+        raise UserError(f"{folder}: the tensor {name} holds values beyond {largest:,g}: set model.dtype=bfloat16")
     return tensor
 
 

@@ -43,7 +43,8 @@ def main(arguments: Sequence[str]) -> int:
     commands.add_parser("machine", help="this machine: is it fit to train", description=MACHINE)
     model = commands.add_parser("model", help="a model folder: where policy and engine part", description=MODEL)
     model.add_argument("folder", type=Path, metavar="FOLDER", help="Hugging Face folder")
-    model.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="default: bfloat16")
+    dtypes = ["float32", "bfloat16", "float16"]
+    model.add_argument("--dtype", choices=dtypes, default="bfloat16", help="default: bfloat16")
     model.add_argument("--without", choices=["policy", "engine"], help="leave it out")
     model.add_argument("--sequences", type=positive_int, default=4, metavar="N", help="random ones (default: 4)")
     model.add_argument("--length", type=positive_int, default=64, metavar="N", help="tokens of each (default: 64)")

@@ -93,10 +93,13 @@ class ModelConfig(Section):
     family: Annotated[str, AfterValidator(MODEL_FAMILIES.check_name)] | None = Field(
         None, description="built-in family or your own 'file.py:FAMILY'; null: by model_type of config.json"
     )
-    dtype: Annotated[Literal["float32", "bfloat16"], BeforeValidator(lambda dtype: dtype or DEFAULT_DTYPE)] = Field(
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"], BeforeValidator(lambda dtype: dtype or DEFAULT_DTYPE)
+    ] = Field(
         None,
         validate_default=True,
-        description="precision of weights and activations; null: bfloat16 on GPUs, float32 on a CPU",
+        description="precision of weights and activations; null: bfloat16 on GPUs, float32 on a CPU; "
+        "float16: the loss is scaled",
     )
     fp32_head: bool = Field(True, description="logits in float32, also in engines (SGLang enable_fp32_lm_head)")
     trust_remote_code: bool = Field(
@@ -128,7 +131,7 @@ class ModelConfig(Section):
 
         With float32 they do not, since the optimizer updates the model's own weights in place.
         """
-        return self.dtype == "bfloat16"
+        return self.dtype != "float32"
 
 
 class LayoutConfig(Section):

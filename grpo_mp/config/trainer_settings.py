@@ -58,6 +58,11 @@ class TrainerSettings(Section):
         for field, reason in NOT_WITH_LORA.items():
             if lora and megatron.get(field):
                 yield f"model.lora: training.megatron_args.{field} {reason}: leave it out, or set lora=null"
+        if self.model.dtype == "float16" and megatron.get("grad_reduce_in_fp32") is False:
+            yield (
+                "training.megatron_args.grad_reduce_in_fp32=false: with model.dtype=float16 sums of gradients are "
+                "divided by the loss scale, and float16 would round them to 0: leave it out"
+            )
         if self.optimizer.offload == "host" and not self.model.offloads:
             yield (
                 f"optimizer.offload=host needs model.dtype=bfloat16: an optimizer in {self.model.dtype} works on the "

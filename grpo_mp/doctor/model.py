@@ -18,11 +18,12 @@ from grpo_mp.doctor.activations import (
     run_transformers,
 )
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.policy.rounding import UNIT_ROUNDOFF
 from grpo_mp.utils.findings import Finding, Level
 
 FLOAT32_TOLERANCE = 1e-4  # relative error at a point; another order of summation causes less
 LOW_PRECISION_FACTOR = 4.0  # allowed error, as a multiple of the error of transformers in the same precision
-LOW_PRECISION_FLOOR = 0.02  # relative errors below this value are normal for bfloat16
+LOW_PRECISION_FLOOR = 0.02  # relative errors below this value are normal for bfloat16; an eighth of it for float16
 # Allowed share of rerouted tokens: expert scores may almost tie
 FLOAT32_REROUTED = 0.01
 LOW_PRECISION_REROUTED = 0.1
@@ -47,13 +48,14 @@ class PointError:
     point: str
     model: Distance
     own: Distance | None  # distance of transformers in the model's precision; None for float32
+    floor: float = LOW_PRECISION_FLOOR  # errors below it are normal for the model's precision
 
     @property
     def is_large(self) -> bool:
         """Return whether the error is too large for rounding."""
         if self.own is None:
             return not (self.model.error <= FLOAT32_TOLERANCE and self.model.rerouted <= FLOAT32_REROUTED)
-        most = max(LOW_PRECISION_FLOOR, LOW_PRECISION_FACTOR * self.own.error)
+        most = max(self.floor, LOW_PRECISION_FACTOR * self.own.error)
         most_rerouted = max(LOW_PRECISION_REROUTED, LOW_PRECISION_FACTOR * self.own.rerouted)
         return not (self.model.error <= most and self.model.rerouted <= most_rerouted)
 
@@ -63,12 +65,13 @@ def compare_models(folder: Path, tokens: Tensor, dtype: str, without: Collection
     layers = HfConfig.read(folder).int("num_hidden_layers")
     reference = run_transformers(folder, tokens, torch.float32)
     same = None if dtype == "float32" else run_transformers(folder, tokens, getattr(torch, dtype))
+    floor = LOW_PRECISION_FLOOR * UNIT_ROUNDOFF[dtype] / UNIT_ROUNDOFF["bfloat16"]
     runs = {"policy": run_policy, "engine": run_engine}
     return [
         finding
         for name, run in runs.items()
         if name not in without
-        for finding in diagnose_model(name, run(folder, tokens, dtype), reference, same_precision=same, layers=layers)
+        for finding in diagnose_model(name, run(folder, tokens, dtype), reference, same, layers=layers, floor=floor)
     ]
 
 
@@ -101,22 +104,31 @@ def distances(model: Activations, reference: Activations, layers: int) -> dict[s
 
 
 def point_errors(
-    model: Activations, reference: Activations, same_precision: Activations | None, layers: int
+    model: Activations,
+    reference: Activations,
+    same_precision: Activations | None,
+    layers: int,
+    floor: float = LOW_PRECISION_FLOOR,
 ) -> list[PointError]:
     """Return the errors of a model at all points.
 
-    `same_precision`: activations of transformers in the model's precision; None for float32.
+    `same_precision`: activations of transformers in the model's precision; None for float32. `floor`: of `PointError`.
     """
     own = distances(same_precision, reference, layers) if same_precision else {}
     found = distances(model, reference, layers)
-    return [PointError(point, distance, own.get(point)) for point, distance in found.items()]
+    return [PointError(point, distance, own.get(point), floor) for point, distance in found.items()]
 
 
 def diagnose_model(
-    name: str, model: Activations, reference: Activations, same_precision: Activations | None, layers: int
+    name: str,
+    model: Activations,
+    reference: Activations,
+    same_precision: Activations | None,
+    layers: int,
+    floor: float = LOW_PRECISION_FLOOR,
 ) -> list[Finding]:
     """Return the findings about a model. `name`: 'policy' or 'engine'."""
-    errors = point_errors(model, reference, same_precision, layers)
+    errors = point_errors(model, reference, same_precision, layers, floor)
     table = _table(name, errors, model, reference, same_precision)
     first = next((index for index, each in enumerate(errors) if each.is_large), None)
     if first is None:

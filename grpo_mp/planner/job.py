@@ -32,6 +32,7 @@ from grpo_mp.policy.parameter_bytes import BytesPerParameter, bytes_per_paramete
 from grpo_mp.rollout.engine_layout import (
     EngineParallelism,
     check_blocks,
+    check_dtype,
     check_kernels,
     engine_format,
     engine_parallelism,
@@ -232,6 +233,7 @@ class PlannedJob:
         """
         engine = self.settings.engine
         parallelism = engine_parallelism(engine.gpus_per_engine, engine.args, self.hf)
+        check_dtype(self.settings.model.dtype, engine.args, self.hf, self.engine_format)
         if form := self.engine_format:
             check_blocks(parallelism, self.hf, form)
             check_kernels(engine.args, form, None)

@@ -135,6 +135,8 @@ def load_policy(policy: TrainedModel, folder: Path) -> None:
             part.load_state_dict({"optimizer": {"param_groups": [group | rates for group in groups]}})
     read_chunks(optimizer_chunks(policy), folder / OPTIMIZER_FOLDER)
     policy.lr_scheduler.load_state_dict(common["schedule"])
+    if policy.loss_scaler:
+        policy.loss_scaler.load_state_dict(common["loss_scaler"])
 
 
 def load_reference(policy: Policy, folder: Path) -> None:
@@ -151,11 +153,12 @@ def _common(policy: TrainedModel) -> dict[str, Any]:
         "schedule": policy.lr_scheduler.state_dict(),
         "main_weights": _main_weight_format(policy),
         "adapters": policy.adapters,
+        "loss_scaler": policy.loss_scaler.state_dict() if policy.loss_scaler else {},
     }
 
 
 def read_common(folder: Path) -> dict[str, Any]:
-    """Read common.pt: param groups, learning-rate schedule and adapter description."""
+    """Read common.pt: param groups, learning-rate schedule, loss scale and adapter description."""
     try:
         common: dict[str, Any] = torch.load(folder / COMMON, weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:

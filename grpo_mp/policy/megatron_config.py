@@ -22,7 +22,9 @@ from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.utils.errors import UserError, did_you_mean
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# As PyTorch's GradScaler. Megatron's 2**32 and its patience of one more overflow would cost over 16 updates of a run.
+LOSS_SCALING = {"initial_loss_scale": 2.0**16, "hysteresis": 1}
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -98,7 +100,7 @@ def transformer_config(layout: LayoutConfig, training: TrainingConfig, dtype: st
 
 
 def check_fp8(training: TrainingConfig, dtype: str) -> None:
-    """Refuse FP8 training without a GPU or in float32. TransformerEngine checks the GPU's type."""
+    """Refuse FP8 training without a GPU or in another dtype than bfloat16. TransformerEngine checks the GPU's type."""
     if training.fp8_format and not (platform.on_cuda() and dtype == "bfloat16"):
         raise UserError(
             f"training.fp8_format={training.fp8_format} needs a GPU and model.dtype=bfloat16: set it to null on a CPU"
@@ -148,6 +150,8 @@ def optimizer_config(
         "adam_eps": optimizer.eps,
         "clip_grad": optimizer.clip_grad,
         "bf16": dtype == "bfloat16",
+        "fp16": dtype == "float16",
+        **LOSS_SCALING,
         "params_dtype": DTYPES[dtype],
         "use_distributed_optimizer": True,
     }
@@ -177,6 +181,7 @@ def _numerics(dtype: torch.dtype) -> dict[str, Any]:
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
+        "fp16": dtype is torch.float16,
         "activation_func": torch.nn.functional.silu,
         "attention_softmax_in_fp32": True,
         "calculate_per_token_loss": True,

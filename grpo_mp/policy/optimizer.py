@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -33,7 +34,7 @@ def wrap_for_training(
                     module.fuse_wgrad_accumulation = True
     wrapped = [
         DistributedDataParallel(
-            config, ddp_config(megatron_args), Float16Module(config, chunk) if config.bf16 else chunk
+            config, ddp_config(megatron_args), Float16Module(config, chunk) if config.bf16 or config.fp16 else chunk
         )
         for chunk in chunks
     ]
@@ -57,6 +58,19 @@ def build_optimizer(
         else:
             init_state(part)
     return optimizer, _schedule(optimizer, settings, total_updates)
+
+
+def take_loss_scaler(optimizer: MegatronOptimizer) -> MegatronGradScaler | None:
+    """Take the loss scaler out of the optimizer and return it; None without loss scaling.
+
+    Megatron scales the loss by the first part's scaler only, but each part, of dense or of expert parameters, would
+    divide by its own, which sees only this part's overflows.
+    """
+    scaler = None
+    for part in reversed(optimizer.chained_optimizers):
+        scaler = getattr(part, "grad_scaler", None)
+        part.grad_scaler = None
+    return scaler
 
 
 def _mark_expert_gradients(layout: LayoutConfig, chunk: PolicyModel) -> None:

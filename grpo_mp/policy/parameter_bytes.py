@@ -47,7 +47,8 @@ def bytes_per_parameter(
     precision_aware = bool(megatron_args.get("use_precision_aware_optimizer"))
     # TransformerEngine's Adam stores only the half of a float32 main weight that the bfloat16 weight lacks.
     main_weight = DTYPE_BYTES[str(megatron_args.get("main_params_dtype", "float32"))]
-    main_weight = 2 if megatron_args.get("store_param_remainders", True) and main_weight == 4 else main_weight
+    if dtype == "bfloat16" and megatron_args.get("store_param_remainders", True) and main_weight == 4:
+        main_weight = 2
     moment_bytes = [DTYPE_BYTES[str(megatron_args.get(f"exp_avg{suffix}_dtype", "float32"))] for suffix in ("", "_sq")]
     state = main_weight + sum(moment_bytes) if precision_aware else 12
     return BytesPerParameter(

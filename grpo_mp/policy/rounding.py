@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 # Largest relative error of one rounding; of INT4 with a scale for 32 weights, the u whose uniform noise in +-u is as
 # large as the mean square error of normal weights: 9 % of them.
-UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "fp8": 2.0**-4, "int4": 0.16}
+UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11, "fp8": 2.0**-4, "int4": 0.16}
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.core.utils import unwrap_model
@@ -16,11 +16,13 @@ from grpo_mp.models.mapping import Param
 from grpo_mp.policy.forward import OutputLoss, forward_backward, forward_only
 from grpo_mp.policy.megatron_config import transformer_config
 from grpo_mp.policy.model import PolicyModel, build_chunks
-from grpo_mp.policy.optimizer import build_optimizer, wrap_for_training
+from grpo_mp.policy.optimizer import build_optimizer, take_loss_scaler, wrap_for_training
 from grpo_mp.policy.reference import Reference
 from grpo_mp.policy.routing_replay import RoutingReplay
 from grpo_mp.policy.weights import local_tensors
 from grpo_mp.utils.types import MicroBatch
+
+LOSS_SCALE = "train/loss_scale"
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class UpdateReport:
     lr: float
     skipped: bool  # the gradient was not finite, or larger than optimizer.skip_grad_norm
     bad_gradients: Sequence[str] = ()  # parameters of this rank whose gradient was not finite
+    lowers_scale: bool = False  # the gradient overflowed, and the next update has a lower loss scale
     measured: Mapping[str, float] = field(default_factory=dict)  # metrics over all ranks
 
 
@@ -84,6 +87,9 @@ class TrainedModel:
             total_updates=settings.total_updates,
             chunks=self.chunks,
         )
+        self.loss_scaler = take_loss_scaler(self.optimizer)
+        if scaler := self.loss_scaler:
+            self.config.grad_scale_func = lambda loss: loss * scaler.scale
         self.padding_multiple = settings.training.padding_multiple(settings.layout)
         self._skip_grad_norm = settings.optimizer.skip_grad_norm or math.inf
 
@@ -107,7 +113,11 @@ class TrainedModel:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        return forward_backward(self.chunks, microbatches, loss, self.replay)
+        reports = forward_backward(self.chunks, microbatches, loss, self.replay)
+        if self.loss_scaler:
+            for chunk in self.chunks:
+                chunk.scale_gradients(self.loss_scaler.inv_scale)
+        return reports
 
     def _step(self, losses: list[Any]) -> UpdateReport:
         lr = self.optimizer.param_groups[0]["lr"]
@@ -117,9 +127,14 @@ class TrainedModel:
         if not skipped:
             self.optimizer.step()
         self.lr_scheduler.step(1)
-        return UpdateReport(
-            losses, grad_norm, lr=lr, skipped=skipped, bad_gradients=self._bad_gradients() if skipped else ()
-        )
+        bad_gradients = self._bad_gradients() if skipped else ()
+        report = UpdateReport(losses, grad_norm, lr=lr, skipped=skipped, bad_gradients=bad_gradients)
+        if not self.loss_scaler:
+            return report
+        scale = float(self.loss_scaler.scale)
+        self.loss_scaler.update(not math.isfinite(grad_norm))
+        is_lower = float(self.loss_scaler.scale) < scale
+        return replace(report, lowers_scale=is_lower, measured={LOSS_SCALE: scale})
 
     def _bad_gradients(self) -> list[str]:
         gradients = {name: tensor.main_grad for name, tensor in self.tensors.items() if hasattr(tensor, "main_grad")}

@@ -81,8 +81,8 @@ def within_kept(output: Tensor, kept_ids: Tensor, with_squares: bool = False) ->
 def output_logits(hidden: Tensor, weight: Tensor, fp32_head: bool = True) -> Tensor:
     """Return the float32 logits [T, V] of hidden [T, H] and weight [V, H], without a backward pass.
 
-    With `fp32_head` the product of bfloat16 operands is float32. Otherwise it is rounded to bfloat16, for example a
-    logit of 20 to a multiple of 1/8.
+    With `fp32_head` the product of operands of 16 bits is float32. Otherwise it is rounded to their dtype, for example
+    a logit of 20 in bfloat16 to a multiple of 1/8.
     """
     if not fp32_head or hidden.dtype == torch.float32:
         return (hidden @ weight.t()).float()

@@ -58,11 +58,11 @@ def load_hf(
         param = params[name]
         count = tp_size(param, layout)
         part = tensor_part(param, coords)
-        fused = _read(param, reader, count, part)
+        fused = _read(param, reader, count, part, tensor.dtype)
         tensor[: fused.shape[0]].copy_(fused)
 
 
-def _read(param: Param, reader: HfReader, count: int, part: int) -> torch.Tensor:
+def _read(param: Param, reader: HfReader, count: int, part: int, dtype: torch.dtype) -> torch.Tensor:
     shards = []
     for index, (hf_name, shape) in enumerate(zip(param.hf, param.shapes, strict=True)):
         check_shape(reader, hf_name, shape)
@@ -71,7 +71,7 @@ def _read(param: Param, reader: HfReader, count: int, part: int) -> torch.Tensor
             shard = torch.cat([reader.read(hf_name, param.tp_dim, *range_) for range_ in ranges], dim=param.tp_dim or 0)
         else:
             shard = reader.read(hf_name)
-        shards.append(check_finite(shard, reader.folder, hf_name))
+        shards.append(check_finite(shard, reader.folder, hf_name, dtype))
     return fuse(param, shards)
 
 

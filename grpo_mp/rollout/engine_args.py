@@ -102,7 +102,7 @@ class EngineSpec:
     index: int
     rank: int  # rank that starts the process, for error messages
     model: Path
-    dtype: str  # float32 or bfloat16
+    dtype: str  # a value of model.dtype
     context_tokens: int  # prompt and response together
     seed: int = 0
     gpus: int = 1

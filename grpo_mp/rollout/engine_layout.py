@@ -272,6 +272,22 @@ def engine_format(args: Mapping[str, Any], hf: HfConfig, cpu: bool) -> WeightFor
     return form
 
 
+def check_dtype(dtype: str, args: Mapping[str, Any], hf: HfConfig, form: WeightFormat | None) -> None:
+    """Raise UserError if SGLang computes this model or these `args` in bfloat16 only. `dtype`: model.dtype."""
+    if dtype != "float16":
+        return
+    backend = args.get("moe_a2a_backend") or "none"
+    if form:
+        what = f"weights in {form.title}"
+    elif backend != "none":
+        what = f"experts of engine.args.moe_a2a_backend={backend}"
+    elif family_of(hf).stacks_experts:
+        what = hf.model_type  # its layers have the folder's dtype, its sinks bfloat16
+    else:
+        return
+    raise UserError(f"model.dtype=float16: SGLang computes {what} in bfloat16 only: set model.dtype=bfloat16")
+
+
 def check_kernels(args: Mapping[str, Any], form: WeightFormat, capability: float | None) -> None:
     """Raise UserError if SGLang has no kernels for the format on these GPUs, or cannot load new weights for them.
 

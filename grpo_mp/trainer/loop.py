@@ -18,7 +18,7 @@ from grpo_mp.monitor.run_folder import read_metrics
 from grpo_mp.monitor.timeline import merge_traces
 from grpo_mp.policy.critic import Critic
 from grpo_mp.policy.policy import Policy
-from grpo_mp.policy.trained_model import UpdateReport
+from grpo_mp.policy.trained_model import LOSS_SCALE, UpdateReport
 from grpo_mp.trainer.job import RunContext
 from grpo_mp.trainer.save import CheckpointSaver, export_adapters, export_policy
 from grpo_mp.trainer.step_logger import StepLogger, StepRecord
@@ -124,13 +124,14 @@ class PolicyContext(RunContext):
     def note_skipped(self, reports: Sequence[UpdateReport], step: int, model: str = "") -> int:
         """Warn of a step's skipped updates; return the number of consecutive skipped updates at the end of the step.
 
-        `model`: "" for the policy, or "critic". Raises EarlyStopError at MAX_SKIPPED_UPDATES in a row.
+        `model`: "" for the policy, or "critic". Raises EarlyStopError at MAX_SKIPPED_UPDATES in a row. An update that
+        overflowed at a loss scale which is lowered for the next one is not counted.
         """
         skipped = [report for report in reports if report.skipped]
         if not skipped:
             return 0
         count = self.state.critic_skipped_in_a_row if model else self.state.skipped_in_a_row
-        counts = list(accumulate(reports, lambda count, report: (count + 1) * report.skipped, initial=count))[1:]
+        counts = list(accumulate(reports, lambda n, one: (n + (not one.lowers_scale)) * one.skipped, initial=count))[1:]
         own = {name for report in skipped for name in report.bad_gradients}
         names = sorted(set().union(*all_gather(own, self.parallel.cpu_group)))
         text = (
@@ -140,6 +141,8 @@ class PolicyContext(RunContext):
         if names:
             more = f" and {len(names) - SHOWN_PARAMETERS} more" if len(names) > SHOWN_PARAMETERS else ""
             text += f", not finite in {', '.join(names[:SHOWN_PARAMETERS])}{more}"
+        if lowered := [report.measured[LOSS_SCALE] for report in skipped if report.lowers_scale]:
+            text += f"; loss scale lowered from {lowered[0]:g}"
         if max(counts) >= MAX_SKIPPED_UPDATES:
             remedy = f"lower {model or 'optimizer'}.lr, or look at the samples (rollout.dump=true writes all of them)"
             raise EarlyStopError(f"{text}; the run stops after {MAX_SKIPPED_UPDATES} skipped updates: {remedy}")

@@ -51,6 +51,7 @@ from grpo_mp.rollout.engine_args import (
 )
 from grpo_mp.rollout.engine_layout import (
     check_blocks,
+    check_dtype,
     check_kernels,
     engine_format,
     engine_parallelism,
@@ -145,17 +146,22 @@ def check_critic_tokenizer(path: Path | None, model: ModelConfig, tokenizer: Pre
 def check_engines(
     engine: EngineConfig,
     hf: HfConfig,
+    dtype: str,
     world_size: int,
     ranks_per_node: int,
     replays_experts: bool = False,
 ) -> WeightFormat | None:
-    """Check placement and arguments of the engines against the model; return the format of the engines' projections."""
+    """Check placement and arguments of the engines against the model; return the format of the engines' projections.
+
+    `dtype`: model.dtype.
+    """
     cpu = not platform.on_cuda()
     if cpu and hf.is_text_part:
         raise hf.error("engines on a CPU serve text models only, and this model has a vision tower: use GPUs")
     engine_placements(engine, world_size, ranks_per_node)
     check_arguments(engine.args)
     form = engine_format(engine.args, hf, cpu)
+    check_dtype(dtype, engine.args, hf, form)
     check_speculation(engine, hf, cpu)
     if not cpu:
         parallelism = engine_parallelism(engine.gpus_per_engine, engine.args, hf)

@@ -112,6 +112,7 @@ def sft_metrics(
     learned = sum(batch.learned)
     return {
         **measured,
+        **report.measured,
         "sft/length/mean": tokens / len(batch.lengths),
         "sft/length/max": max(batch.lengths),
         "sft/learned_ratio": learned / tokens,

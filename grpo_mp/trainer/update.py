@@ -40,7 +40,7 @@ def train_step(
         report = policy.update(update, make_loss(algorithm, weights, reduce, policy_loss))
         measured = compute_metrics(reduce_report(report, policy.parallel))
         measured |= routing_metrics(policy.replay, policy.parallel) | mtp_metrics(policy.mtp_loss, policy.parallel)
-        reports.append(replace(report, measured=measured))
+        reports.append(replace(report, measured={**report.measured, **measured}))
         if not report.skipped:  # metrics of a skipped update may be NaN
             adaptive_coefs = update_adaptive_coefs(
                 adaptive_coefs, measured.get("train/kl_loss", 0.0), measured["train/entropy"], algorithm
@@ -58,7 +58,7 @@ def critic_step(
     reports = list[UpdateReport]()
     for update in chain.from_iterable(repeat(updates, epochs)):
         report = critic.update(update, loss)
-        reports.append(replace(report, measured=reduce_value_losses(report, critic.parallel)))
+        reports.append(replace(report, measured={**report.measured, **reduce_value_losses(report, critic.parallel)}))
     return reports
 
 

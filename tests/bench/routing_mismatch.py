@@ -1,4 +1,4 @@
-"""Mismatch of engine and policy in bfloat16, without and with R3: `python -m tests.bench.routing_mismatch`.
+"""Mismatch of engine and policy in bfloat16 and float16, without and with R3: `python -m tests.bench.routing_mismatch`.
 
 A random model of each kind of router generates with a real engine; the policy, which holds the same weights, computes
 the logprobs of the responses twice: its routers choose, or take the experts that the engine chose.
@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from tests.one_rank import one_rank_job
 from tests.trainer.one_step import make_batch
 from tools.tiny.models import make_tiny, make_tokenizer
 
+DTYPES = ("bfloat16", "float16")
 FAMILIES = ("qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe")
 SHAPE = {"num_hidden_layers": 6, "hidden_size": 64, "initializer_range": 0.1}
 PROMPTS = 24
@@ -53,28 +55,29 @@ class Mismatch:
 
 
 def main() -> None:
-    for family in FAMILIES:
-        plain, replayed = measure(family)
-        print(f"{family:12s} none  {plain}\n{'':12s} R3    {replayed}   ({plain.kl / replayed.kl:.1f} times less KL)")
+    for family, dtype in product(FAMILIES, DTYPES):
+        plain, replayed = measure(family, dtype)
+        print(f"{family:12s} {dtype:8s} none  {plain}")
+        print(f"{'':12s} {'':8s} R3    {replayed}   ({plain.kl / replayed.kl:.1f} times less KL)", flush=True)
 
 
-def measure(family: str) -> tuple[Mismatch, Mismatch]:
+def measure(family: str, dtype: str = "bfloat16") -> tuple[Mismatch, Mismatch]:
     """Return the mismatch without and with replay."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
         make_tiny(folder, family, make_tokenizer(["apples"]), 1, **SHAPE)
-        groups = generate(folder, model_shape(HfConfig.read(folder)))
+        groups = generate(folder, model_shape(HfConfig.read(folder)), dtype)
         with one_rank_job() as parallel:
-            settings = make_settings(folder)
+            settings = make_settings(folder, dtype)
             policy = Policy(settings, parallel, with_reference=False)
             (update,) = make_batch(settings, parallel, groups, moe_layers=policy.moe_layers).updates
             return compare(policy, update, replays=False), compare(policy, update, replays=True)
 
 
-def make_settings(folder: Path) -> Settings:
+def make_settings(folder: Path, dtype: str) -> Settings:
     tree = {
         "run": {"folder": "unused", "steps": 1},
-        "model": {"path": str(folder), "dtype": "bfloat16"},
+        "model": {"path": str(folder), "dtype": dtype},
         "data": {"train": "unused"},
         "rollout": {
             "prompts_per_step": PROMPTS,
@@ -89,7 +92,7 @@ def make_settings(folder: Path) -> Settings:
     return check_settings(tree, "routing_mismatch")
 
 
-def generate(folder: Path, shape: ModelShape) -> list[SampleGroup]:
+def generate(folder: Path, shape: ModelShape, dtype: str) -> list[SampleGroup]:
     prompts = [Prompt(i, "", tuple(range(5 + i, 15 + 2 * i))) for i in range(PROMPTS)]
 
     async def request(url: str, headers: dict[str, str]) -> list[list[EngineOutput]]:
@@ -98,7 +101,7 @@ def generate(folder: Path, shape: ModelShape) -> list[SampleGroup]:
             return await asyncio.gather(*(client.generate(p.tokens, sampling, RESPONSES, shape) for p in prompts))
 
     args = {ARGUMENT: True}
-    spec = EngineSpec(index=0, rank=0, model=folder, dtype="bfloat16", context_tokens=160, cpu=True, args=args)
+    spec = EngineSpec(index=0, rank=0, model=folder, dtype=dtype, context_tokens=160, cpu=True, args=args)
     with started_engine(spec, folder.parent / "engine.log") as engine:
         engine.wait_ready(LIMIT_S)
         outputs = asyncio.run(request(engine.url, engine.headers))

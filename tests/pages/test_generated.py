@@ -36,7 +36,7 @@ def test_types_limits_and_defaults_of_some_settings() -> None:
     page = PAGES["configs/README.md"]()
     for row in (
         "| `group_size` | integer, > 0 | required |",
-        "| `dtype` | `float32`, `bfloat16` | `null` |",
+        "| `dtype` | `float32`, `bfloat16`, `float16` | `null` |",
         "| `betas` | list of number, 2 of them | `[0.9, 0.98]` |",
         "| `virtual_pipeline` | integer or null, >= 2 | `null` |",
         "| `functions` | mapping of names to number | `{}` |",

@@ -181,10 +181,10 @@ class Case:
         """Names of the cases whose results this one is compared with."""
         if self.measures == ("converted",):
             return ()
-        alone = next(
-            (name for name in ("family", "replayed", "supervised", "critic", "distilled") if name in self.measures), ""
-        )
+        kinds = ("family", "replayed", "supervised", "critic", "distilled", "half")
+        alone = next((name for name in kinds if name in self.measures), "")
         alone = "critic" if self.measures == ("critic_resumed",) else alone
+        alone = "half" if self.measures == ("half_resumed",) else alone
         alone = "lora" if self.lora else alone
         one = "-".join(filter(None, (self.model, "one", alone)))
         return (one, *([self.loads] if self.loads else []))
@@ -212,6 +212,7 @@ LOADING = {  # who saved -> layouts that load
     "qwen3_5_moe-tp2_ep2_pp2": ("one", "tp2"),
     "qwen3_moe-tp2_ep2-critic": ("one", "pp2"),
     "qwen3_moe-pp2_vpp2-lora": ("one", "tp2_ep2"),
+    "qwen3_moe-ep2-half": ("one", "pp2_vpp2"),
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "alone": {"max_tokens_per_microbatch": 1},
@@ -332,6 +333,8 @@ QUICK_LORA = (
 )
 
 
+# Only a pipeline's last stage scales a loss, and experts have an optimizer of their own where ranks divide them.
+HALF = {"qwen3_moe": ("one", "ep2", "pp2_vpp2", "tp2_ep2_pp2")}
 # Two cases of one layout: the first breaks on one rank while the other waits, the second must not notice.
 BREAKING = [Case("qwen3", "dp2", ("broken",), "broken"), Case("qwen3", "dp2", ("logprobs",), "after_broken")]
 # Replicas of all weights, of experts only by pairs of ranks, and by context.
@@ -363,6 +366,8 @@ ALL = [
     *each(DISTILLED, ["distilled", "truncated"], "distilled"),
     *BREAKING,
     *DRIFTED,
+    *each(HALF, ["half"], "half"),
+    *resumed("half_resumed", "half_resumed"),
     *resumed("resumed", "resumed"),
     *each(CONVERTED, ["converted"], "converted"),
     *each(ADAPTED, ["adapters", "adapter_updates"], "lora", lora=True),

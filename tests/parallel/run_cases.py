@@ -15,10 +15,11 @@ from tests.parallel.cases import CASES, Case
 from tests.parallel.critic_measures import CRITIC_MEASURES
 from tests.parallel.distill_measures import DISTILL_MEASURES
 from tests.parallel.export_measures import EXPORT_MEASURES
+from tests.parallel.half_measures import HALF_MEASURES
 from tests.parallel.inputs import settings_of
 from tests.parallel.measures import MEASURES, Bench
 
-ALL_MEASURES = MEASURES | EXPORT_MEASURES | CRITIC_MEASURES | DISTILL_MEASURES | lora.MEASURES
+ALL_MEASURES = MEASURES | EXPORT_MEASURES | CRITIC_MEASURES | DISTILL_MEASURES | HALF_MEASURES | lora.MEASURES
 TIMEOUT_S = 120.0  # of one collective: the longest that a rank waits for one that broke
 
 

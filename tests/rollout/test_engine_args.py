@@ -32,6 +32,7 @@ from grpo_mp.rollout.engine_layout import (
     OVERRIDES,
     EnginePlacement,
     check_blocks,
+    check_dtype,
     check_kernels,
     engine_format,
     engine_parallelism,
@@ -240,6 +241,25 @@ def test_kernels_that_cannot_load_new_weights_are_refused(args: dict[str, Any], 
     context = pytest.raises(UserError, match=re.escape(words)) if words else nullcontext()
     with context:
         check_kernels(args, form, capability)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "what"),
+    [
+        ("qwen3-30b-a3b", {"quantization": "fp8"}, "weights in blockwise FP8"),
+        ("qwen3-30b-a3b", {"moe_a2a_backend": "deepep"}, "experts of engine.args.moe_a2a_backend=deepep"),
+        ("gpt-oss-20b", {}, "gpt_oss"),
+        ("qwen3-30b-a3b", {"moe_a2a_backend": "none"}, ""),
+    ],
+    ids=str,
+)
+def test_engines_that_compute_in_bfloat16_only_refuse_float16(name: str, args: dict[str, Any], what: str) -> None:
+    hf = published_config(name)
+    form = engine_format(args, hf, cpu=False)
+    check_dtype("bfloat16", args, hf, form)
+    sentence = re.escape(f"model.dtype=float16: SGLang computes {what} in bfloat16 only")
+    with pytest.raises(UserError, match=sentence) if what else nullcontext():
+        check_dtype("float16", args, hf, form)
 
 
 def test_formats_that_do_not_fit_the_model_are_refused() -> None:
