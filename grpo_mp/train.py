@@ -16,6 +16,8 @@ from grpo_mp.batching.step_batch import Assembly, StepBatch, UpdateBatches, asse
 from grpo_mp.batching.updates import StepRule, packing_rule
 from grpo_mp.checkpoint.run_state import ROLLOUTS, check_same_data, resumable_checkpoints
 from grpo_mp.config import Settings, dump_settings, load_settings, show_settings
+from grpo_mp.data.self_teacher import SelfTeacher
+from grpo_mp.data.template import ChatRenderer
 from grpo_mp.distributed.coordinates import data_parallel_size
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.distributed.process_groups import broadcast
@@ -311,17 +313,21 @@ def read_inputs(settings: Settings, world_size: int, ranks_per_node: int, dump: 
         return inputs(**replay_inputs(dump, run, rollout.max_response_tokens))
 
     hf.check_positions(settings.max_request_tokens, REQUEST_TOKENS)
-    train, evals, episodes = read_prompts(settings.data, rollout, settings.reward, tokenizer, only_evals=False)
+    distillation = settings.algorithm.distillation
+    train, evals, episodes = read_prompts(
+        settings.data, rollout, settings.reward, tokenizer, only_evals=False, distillation=distillation
+    )
     check_same_data(run.folder, train.digest)
     settings = settings.with_steps(train.epoch_size)
     if problem := settings.warmup_problem:
         raise UserError(problem)
     train.check_size("rollout.prompts_per_step", rollout.prompts_per_step, "prompts", settings.data.train)
-    distillation = settings.algorithm.distillation
     served = served_models(settings.reward, distillation.teachers if distillation else {})
     check_served_models(served, model, settings.max_request_tokens, tokenizer, world_size, ranks_per_node)
     scorer = make_scorer(settings.reward, rollout, settings.run.steps, settings.data.set_weights, tokenizer=tokenizer)
     teachers, unasked = make_teachers(distillation, hf, tokenizer)
+    renderer = episodes.renderer if episodes else ChatRenderer(tokenizer, variables=settings.data.chat_template_kwargs)
+    self_teacher = SelfTeacher.load(distillation, renderer, rollout.max_sequence_tokens)
     warnings = (
         *scorer.warnings,
         *data_warnings(train, evals),
@@ -335,6 +341,7 @@ def read_inputs(settings: Settings, world_size: int, ranks_per_node: int, dump: 
         warnings=warnings,
         episodes=episodes,
         teachers=teachers,
+        self_teacher=self_teacher,
         served=served,
     )
 

@@ -22,6 +22,8 @@ from grpo_mp.batching.group_selection import PromptCurriculum
 from grpo_mp.batching.packing import gather_responses
 from grpo_mp.config import Settings, check_settings
 from grpo_mp.data.prompts import PromptReader, load_train_prompts
+from grpo_mp.data.self_teacher import SelfTeacher
+from grpo_mp.data.template import ChatRenderer
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.monitor.loggers import open_loggers, write_metrics
 from grpo_mp.monitor.run_folder import read_metrics
@@ -74,7 +76,7 @@ def make_samples(*rewards: tuple[float, ...]) -> list[SampleInfo]:
 def test_every_kind_has_an_example() -> None:
     headings = re.findall(r"^## (.*)$", PAGE, re.MULTILINE)
     assert list(EXAMPLES) == headings
-    assert len(headings) == PAGE.count("```python") == PAGE.count("```yaml") == 11
+    assert len(headings) == PAGE.count("```python") == PAGE.count("```yaml") == 12
 
 
 def test_the_recipe_names_what_is_in_its_files() -> None:
@@ -102,6 +104,20 @@ def test_rewards(use: Use) -> None:
     long = "a much longer answer than that"
     assert scores(use("Reward")[0], "so short", long) == pytest.approx([0.2 / 3, 0.2 / 7])
     assert scores(use("Asynchronous reward")[0], "x = 1", "x = = 1", "print('a')") == [0.5, 0.0, 0.5]
+
+
+def test_prompt_of_a_teacher(use: Use) -> None:
+    distillation = use("Prompt of a teacher")[0].algorithm.distillation
+    tokenizer = make_tokenizer(["hint"])
+    renderer = ChatRenderer(tokenizer)
+    teacher = SelfTeacher.load(distillation, renderer, 1000)
+    assert teacher
+    asked = ({"role": "user", "content": "3+4?"},)
+    prompt = Prompt(0, "3+4?", renderer.prompt(asked), "7", messages=asked)
+    samples = [replace(Sample.from_tokens(0, prompt.tokens, (1,)), is_correct=right) for right in (True, False)]
+    right, wrong = teacher.show(SampleGroup(prompt, tuple(samples))).samples
+    assert right.teacher_prompt == ()
+    assert wrong.teacher_prompt == renderer.prompt([{"role": "user", "content": "3+4?\n\nHint: the answer is 7."}])
 
 
 def check_loss(algorithm: AlgorithmConfig, extensions: Extensions, given: list[float], expected: list[float]) -> None:

@@ -1,4 +1,4 @@
-"""Registries of losses, advantage estimators, group filters and curricula, with their properties. Imports no torch."""
+"""Registries of losses, advantage estimators, group filters, curricula and teacher's prompts. Imports no torch."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -72,6 +72,7 @@ GROUP_FILTERS: Registry[Any] = Registry(
 )
 
 CURRICULA: Registry[Any] = Registry("curriculum", parameters=("samples", "step"))
+TEACHER_PROMPTS: Registry[Any] = Registry("teacher's prompt", parameters=("prompt", "samples"))
 
 
 def policy_loss_entry(name: str) -> PolicyLossEntry:

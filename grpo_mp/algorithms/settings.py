@@ -296,13 +296,15 @@ class AlgorithmConfig(Section):
 
         Several updates or a KL in the reward need them, unless `old_logprobs: engine` takes the engine's. The entropy
         mask always needs this forward, because engines return no entropies, and so do covariances and the optimal token
-        baseline.
+        baseline. Self-distillation compares logprobs of the same weights: staleness and the engine's rounding may
+        exceed what the teacher's prompt changes.
         """
         by_distribution = self.entropy.top_quantile < 1 or self.advantage.of_tokens
         if by_distribution or policy_loss_entry(self.policy_loss).covariance:
             return True
         kl_in_reward = self.kl.coef > 0 and self.kl.apply_to == "reward"
-        return self.old_logprobs == "recomputed" and (updates > 1 or kl_in_reward)
+        teaches_itself = self.distillation is not None and self.distillation.teaches_itself
+        return self.old_logprobs == "recomputed" and (updates > 1 or kl_in_reward or teaches_itself)
 
 
 def contradictions(algorithm: AlgorithmConfig) -> list[str]:

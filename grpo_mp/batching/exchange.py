@@ -116,6 +116,7 @@ def _sample_info(sample: Sample, group: SampleGroup) -> SampleInfo:
         has_routed_experts=sample.routed_experts is not None,
         given_tokens=sample.given_tokens,
         has_own_prompt=sample.prompt_tokens != group.prompt.tokens,
+        teacher_prompt_tokens=len(sample.teacher_prompt),
         state=sample.state,
         metrics=sample.metrics,
         verify_steps=sample.verify_steps,

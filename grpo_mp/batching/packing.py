@@ -141,7 +141,7 @@ def _write_sample(batch: MicroBatch, sequence: _Sequence, sample: Sample, prompt
     batch.mask[response] = torch.tensor(sample.generated, dtype=torch.float32) if sample.generated else 1.0
     batch.rollout_logprobs[response] = torch.tensor(sample.rollout_logprobs)
     if batch.teacher_logprobs is not None:
-        batch.teacher_logprobs[response] = torch.tensor(sample.teacher_logprobs)
+        batch.teacher_logprobs[response] = torch.tensor(sample.teacher_logprobs or torch.nan)
     if batch.teacher_topk_ids is not None and batch.teacher_topk_logprobs is not None and sample.teacher_topk:
         batch.teacher_topk_ids[response] = torch.tensor(sample.teacher_topk.ids)
         batch.teacher_topk_logprobs[response] = torch.tensor(sample.teacher_topk.logprobs)

@@ -22,8 +22,16 @@ from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.batching.exchange import redistribute
 from grpo_mp.batching.packing import context_index
 from grpo_mp.batching.routed_experts import exchange_routed_experts
+from grpo_mp.batching.self_teacher import TeacherPass, make_teacher_pass
 from grpo_mp.batching.shared_prompts import SamplePrompt
-from grpo_mp.batching.updates import StepRule, UpdatePlan, microbatches, plan_updates, sample_order
+from grpo_mp.batching.updates import (
+    StepRule,
+    UpdatePlan,
+    microbatches,
+    plan_updates,
+    sample_order,
+    sequence_of_token,
+)
 from grpo_mp.config.sections import RolloutConfig
 from grpo_mp.distributed.coordinates import model_parallel_ranks
 from grpo_mp.distributed.process_groups import Job, Parallel, sum_over_context
@@ -47,6 +55,7 @@ class StepBatch:
     updates: tuple[tuple[MicroBatch, ...], ...]
     unrouted_samples: int | None = None  # sequences without experts for routing replay R3; None: R3 is off
     sample_of: tuple[int, ...] = ()  # by sequence: index of its sample in the step
+    teacher: TeacherPass | None = None  # of self-distillation; None: no sequence is taught
 
 
 @dataclass(frozen=True)
@@ -76,9 +85,8 @@ def assemble_step_batch(
     parallel = assembly.parallel
     by_sample = estimate_advantages(assembly.estimator, infos, algorithm.advantage, weights=assembly.reward_weights)
     advantages = _by_sequence(by_sample, [[part.response_tokens for part in info.sequences] for info in infos])
-    masks_failed = rollout.failed == "mask"
     sequences = _sequences(infos)
-    learns = [not is_masked(info, algorithm, masks_failed) for info in infos]
+    learns = [not is_masked(info, algorithm, rollout.failed == "mask") for info in infos]
     sample_of = tuple(i for i, info in enumerate(infos) for _ in info.sequences)
     plan = _plan(infos, rule, step)
     samples = _exchange(groups, sequences, plan, assembly)
@@ -121,6 +129,7 @@ def assemble_step_batch(
         updates=updates,
         unrouted_samples=unrouted_samples,
         sample_of=sample_of,
+        teacher=make_teacher_pass(samples, sequences, plan, rule.packing, parallel),
     )
 
 
@@ -281,7 +290,8 @@ def with_distillation(updates: UpdateBatches, distillation: DistillationConfig) 
             return replace(mb, advantages=kept)
         policy = student_logprobs(mb)
         part = distillation_advantages(policy, mb.teacher_logprobs, distillation)
-        return _with_advantages(mb, kept + part.where(policy.isfinite(), 0.0))  # tokens without logprobs are masked
+        # Tokens without the policy's logprobs are masked, and those without the teacher's are not taught.
+        return _with_advantages(mb, kept + part.where(part.isfinite(), 0.0))
 
     return [[distill(mb) for mb in update] for update in updates]
 
@@ -293,11 +303,6 @@ def student_logprobs(batch: MicroBatch) -> torch.Tensor:
 
 def _with_advantages(batch: MicroBatch, advantages: torch.Tensor) -> MicroBatch:
     return replace(batch, advantages=advantages * batch.mask)
-
-
-def sequence_of_token(batch: MicroBatch, plan: UpdatePlan) -> torch.Tensor:
-    """Return the index in the step of each token's sequence [T]; arbitrary at padding."""
-    return torch.tensor([plan.samples[i] for i in batch.sample_ids] or [0])[batch.sequence_index.clamp(min=0)]
 
 
 def over_sequences(

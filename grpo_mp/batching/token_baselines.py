@@ -12,8 +12,8 @@ from torch import Tensor
 from grpo_mp.algorithms.losses import rollout_is_weights
 from grpo_mp.algorithms.policy_losses import Sequences
 from grpo_mp.algorithms.settings import RolloutCorrectionConfig
-from grpo_mp.batching.step_batch import StepBatch, UpdateBatches, over_sequences, sequence_of_token
-from grpo_mp.batching.updates import UpdatePlan
+from grpo_mp.batching.step_batch import StepBatch, UpdateBatches, over_sequences
+from grpo_mp.batching.updates import UpdatePlan, sequence_of_token
 from grpo_mp.distributed.process_groups import Parallel, sum_over_context
 from grpo_mp.utils.types import MicroBatch, SampleInfo
 

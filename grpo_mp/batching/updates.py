@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import numpy as np
+import torch
 
 from grpo_mp.batching.microbatches import MicroBatchSchedule, compute_cost, plan_microbatches, round_up
 from grpo_mp.batching.packing import pack, slice_context, with_mtp_targets
@@ -113,6 +114,11 @@ def plan_update(
     )
     schedule = unpack_units(schedule, units) if prompts else schedule
     return UpdatePlan(tuple(samples), schedule.padded_to_multiple(rule.pad_multiple), rule)
+
+
+def sequence_of_token(batch: MicroBatch, plan: UpdatePlan) -> torch.Tensor:
+    """Return the index in the step of each token's sequence [T]; arbitrary at padding."""
+    return torch.tensor([plan.samples[i] for i in batch.sample_ids] or [0])[batch.sequence_index.clamp(min=0)]
 
 
 def alignment(layout: LayoutConfig) -> int:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from grpo_mp.algorithms.distillation_settings import EVERY_SET
+from grpo_mp.algorithms.distillation_settings import EVERY_SET, RIGHT_ANSWERS
 from grpo_mp.algorithms.registries import needs_correctness, policy_loss_entry
 from grpo_mp.algorithms.settings import AlgorithmConfig, KLConfig
 from grpo_mp.config.data_sections import DataConfig, EvalSetConfig, SampleConfig
@@ -235,7 +235,7 @@ class Settings(TrainerSettings):
                     f"{path} is asked in SCORE alone: set metric=accuracy or zero_std=keep, or serve the model "
                     "elsewhere and give its URL"
                 )
-        if distillation and self.rollout.temperature != 1:
+        if distillation and distillation.teachers and self.rollout.temperature != 1:
             yield (
                 "algorithm.distillation compares the policy's logprobs with the teacher's logprobs at temperature 1, "
                 f"but rollout.temperature={self.rollout.temperature:g} changes the policy's: set rollout.temperature=1"
@@ -243,7 +243,18 @@ class Settings(TrainerSettings):
 
     def _teacher_problems(self) -> Iterator[str]:
         distillation = self.algorithm.distillation
-        if not distillation or EVERY_SET in distillation.teacher:
+        if not distillation:
+            return
+        if RIGHT_ANSWERS in distillation.shown.values():
+            path = "algorithm.distillation.teacher.path=self shows the policy another right answer of the group"
+            if self.reward.correct_term is None:
+                yield (
+                    f"{path}, and no reward term defines correctness: set reward.correct to the term that does, or "
+                    "path=self:COLUMN for a demonstration of the data"
+                )
+            if self.rollout.group_size == 1:
+                yield f"{path}, and rollout.group_size=1 leaves no other: set 2 or more"
+        if EVERY_SET in distillation.teacher:
             return
         sets = [*self.data.train]
         for name in distillation.teacher:

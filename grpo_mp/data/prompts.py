@@ -11,8 +11,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from grpo_mp.algorithms.distillation_settings import of_set
 from grpo_mp.config.data_sections import DataConfig, TrainSetConfig
 from grpo_mp.data.rows import Row, read_rows
+from grpo_mp.data.self_teacher import with_demonstration
 from grpo_mp.data.sets import (
     DataSet,
     Limit,
@@ -79,6 +81,7 @@ class PromptReader:
     tools: Schemas = ()
     check_columns: CheckColumns = lambda columns, location: None  # checks the columns that rewards need
     columns: Mapping[str, Any] = field(default_factory=dict)  # added to those of the row
+    demonstration: str | None = None  # column that the policy sees as its own teacher
 
     def messages(self, row: Row) -> Messages:
         """Return the messages of a row; a plain text becomes one user message."""
@@ -104,17 +107,23 @@ class PromptReader:
         return answer
 
     def measure(self, rows: Sequence[Row]) -> Iterator[Measured]:
-        """Check rows, and measure their prompts."""
+        """Check rows, and measure their prompts; the prompt with a demonstration counts if it is longer."""
         texts = list[str]()
+        shown = list[str]()
         problems = list[str]()
         for row in rows:
             messages = self.messages(row)
             problems.append(conversation_text(messages))
-            texts.append(self._render(row, self._with_system(messages)))
+            asked = self._with_system(messages)
+            texts.append(self._render(row, asked))
+            if self.demonstration:
+                asked = with_demonstration(asked, row.columns, self.demonstration, row.location)
+            shown.append(self._render(row, asked) if self.demonstration else "")
             self.answer(row)
             self.check_columns({**row.columns, **self.columns}, row.location)
-        for row, text, tokens, problem in zip(rows, texts, self._tokenize(texts), problems, strict=True):
-            yield Measured(len(tokens), len(tokens), (text, row.columns), problem)
+        sizes = map(max, map(len, self._tokenize(texts)), map(len, self._tokenize(shown)))
+        for row, text, size, problem in zip(rows, texts, sizes, problems, strict=True):
+            yield Measured(size, size, (text, row.columns), problem)
 
     def read(self, row: Row, index: int) -> Prompt:
         """Return the prompt of a row. `index`: its index in the prompt set."""
@@ -134,7 +143,8 @@ class PromptReader:
     def read_part(self, path: str, count: int | None = None) -> Part[Prompt]:
         """Read and check the rows of a source, or the first `count`."""
         check_template(self.tokenizer, self.data.system_prompt)
-        limit = Limit("rollout.max_prompt_tokens", self.max_tokens, "prompts")
+        unit = "prompts, with their demonstration," if self.demonstration else "prompts"
+        limit = Limit("rollout.max_prompt_tokens", self.max_tokens, unit)
         return read_part(read_rows(path, self.data.source), self.measure, self.read, limit, count)
 
     def _with_system(self, messages: Messages) -> Messages:
@@ -155,18 +165,19 @@ class PromptReader:
         return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 
-def load_train_prompts(reader: PromptReader) -> PromptSet:
+def load_train_prompts(reader: PromptReader, demonstrations: Mapping[str, str | None] | None = None) -> PromptSet:
     """Read and check the data sets of `data.train`.
 
     With several data sets, or if a set has weights of its own, the column `data_set` of its prompts holds the set's
-    name.
+    name. `demonstrations`: see `DistillationConfig`.
     """
     parts = dict[str, Part[Prompt]]()
     too_easy_or_hard = 0
     sets = reader.data.train
     for name, own in sets.items():
         columns = {DATA_SET: name} if len(sets) > 1 or own.reward is not None else {}
-        own_reader = replace(reader, data=reader.data.of_set(own), columns=columns)
+        shown = of_set(demonstrations, name) if demonstrations else None
+        own_reader = replace(reader, data=reader.data.of_set(own), columns=columns, demonstration=shown)
         part = own_reader.read_part(own.path)
         if own.pass_rates:
             texts = (conversation_text(own_reader.messages(part.rows[int(number)])) for number in part.numbers)

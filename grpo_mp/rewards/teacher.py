@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from grpo_mp.algorithms.distillation_settings import of_set
 from grpo_mp.rewards.base import RewardError
 from grpo_mp.rewards.reward_model import ReplyError, ServedModelClient, Server
 from grpo_mp.rewards.settings import DATA_SET
@@ -145,15 +146,14 @@ class Teachers:
     """The teachers of a run; the teacher of a prompt's data set scores its group. Thread-safe."""
 
     def __init__(self, clients: Mapping[str, TeacherClient], by_set: Mapping[str, str]) -> None:
-        """`clients`: by name; a single one teaches all sets. `by_set`: see `DistillationConfig.names_by_set`."""
+        """`clients`: by name, without the policy itself. `by_set`: see `DistillationConfig.names_by_set`."""
         self._clients = clients
         self._by_set = by_set
 
     def score_group(self, group: SampleGroup) -> SampleGroup:
         """Return the group with the logprobs of its teacher, see `TeacherClient.score_group`."""
-        only, *others = self._clients.values()
-        teacher = self._clients[self._by_set[group.prompt.columns[DATA_SET]]] if others else only
-        return teacher.score_group(group)
+        teacher = self._clients.get(of_set(self._by_set, group.prompt.columns.get(DATA_SET)))
+        return teacher.score_group(group) if teacher else group
 
     def connect(self, name: str, servers: Sequence[Server]) -> None:
         """Set the servers, which the job has started, of a teacher."""

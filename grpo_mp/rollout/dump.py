@@ -41,6 +41,7 @@ SCHEMA = pa.schema(
         "generated": pa.list_(pa.bool_()),  # empty: all tokens are generated
         "rollout_logprobs": pa.list_(pa.float32()),  # float32, as in training
         "teacher_logprobs": pa.list_(pa.float32()),  # of algorithm.distillation; empty: no teacher
+        "teacher_prompt": TOKENS,  # of self-distillation; empty: no teacher
         "teacher_topk_ids": pa.large_binary(),  # int32 [tokens, distillation.topk]; null: no teacher
         "teacher_topk_logprobs": pa.large_binary(),  # float32 [tokens, distillation.topk]; null: no teacher
         "weight_versions": TOKENS,
@@ -133,6 +134,7 @@ def _row_of(group: SampleGroup, sample: Sample, selected: bool) -> Row:
         "answer": None if prompt.answer is None else encodable(prompt.answer),
         "group_prompt_tokens": None if prompt.tokens == sample.prompt_tokens else prompt.tokens,
         "teacher_logprobs": sample.teacher_logprobs,
+        "teacher_prompt": sample.teacher_prompt,
         "teacher_topk_ids": topk and topk.ids.tobytes(),
         "teacher_topk_logprobs": topk and topk.logprobs.tobytes(),
         "text": encodable(sample.text),
@@ -172,6 +174,7 @@ def _sample(row: Row, part: int = 0) -> Sample:
     return Sample(
         **same,
         teacher_logprobs=tuple(row["teacher_logprobs"]),
+        teacher_prompt=tuple(row.get("teacher_prompt") or ()),
         teacher_topk=_topk(row["teacher_topk_ids"], row["teacher_topk_logprobs"], len(row["tokens"])),
         text=row["text"],
         error=row["error"],

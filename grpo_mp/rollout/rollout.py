@@ -17,6 +17,7 @@ from grpo_mp import platform
 from grpo_mp.checkpoint.hf_reader import has_hf_weights
 from grpo_mp.config.data_sections import EvalSetConfig
 from grpo_mp.config.sections import EngineConfig, ModelConfig, RolloutConfig
+from grpo_mp.data.self_teacher import SelfTeacher
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.distributed.process_groups import Job
 from grpo_mp.models.hf_config import HfConfig
@@ -49,8 +50,8 @@ class RolloutParts:
     """Model and scorers of a rollout.
 
     `episodes`: parts of multi-turn rollouts; None: a rollout is a single response. `teachers`: compute their logprobs
-    of sampled tokens, for distillation. `served`: see `served_models`. `records_experts`: samples record their routed
-    experts, for R3. `has_engines`: False: a replay.
+    of sampled tokens, for distillation; `self_teacher`: writes the prompts of the policy as a teacher. `served`: see
+    `served_models`. `records_experts`: samples record their routed experts, for R3. `has_engines`: False: a replay.
     """
 
     hf: HfConfig
@@ -58,6 +59,7 @@ class RolloutParts:
     scorer: Scorer
     episodes: EpisodeParts | None = None
     teachers: Teachers | None = None
+    self_teacher: SelfTeacher | None = None
     served: Mapping[str, ServedModelConfig] = field(default_factory=dict)
     records_experts: bool = False
     has_engines: bool = True
@@ -140,11 +142,19 @@ class Rollout:
             self.reward_servers.open(connect, group, sleeps)
 
     def score(self, groups: Sequence[SampleGroup], step: int) -> Sequence[SampleGroup]:
-        """Return the groups, complete ones scored by the reward models that the job serves, if any."""
-        servers = self.reward_servers
+        """Return the groups, complete ones scored by the reward models that the job serves, if any.
+
+        With self-distillation their samples then have the teacher's prompts.
+        """
+        if self.reward_servers and self._scorer.defers:
+            groups = self._score_by_servers(groups, step, self.reward_servers)
+        teacher = self._parts.self_teacher
+        return [teacher.show(group) for group in groups] if teacher else groups
+
+    def _score_by_servers(
+        self, groups: Sequence[SampleGroup], step: int, servers: RewardServers
+    ) -> Sequence[SampleGroup]:
         parts = self._episodes
-        if not (servers and self._scorer.defers):
-            return groups
 
         def finish(group: SampleGroup) -> SampleGroup:
             if not (group.finished and group.samples):

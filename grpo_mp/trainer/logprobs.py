@@ -63,6 +63,9 @@ def compute_logprobs(
             updates = [with_logprobs(update, _reference_logprobs(policy, update), REFERENCE) for update in updates]
     if algorithm.advantage.of_tokens:
         updates = with_optimal_baselines(updates, batch, algorithm.rollout_correction, parallel)
+    if batch.teacher:
+        outputs = policy.logprobs(batch.teacher.microbatches)
+        updates = batch.teacher.with_logprobs(updates, batch.plan, outputs, parallel)
     kl_coef = adaptive_coefs.get("kl", kl.coef)
     if critic:
         updates = [with_values(update, critic.values(update)) for update in updates]

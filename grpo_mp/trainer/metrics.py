@@ -198,23 +198,28 @@ def logprob_tokens(updates: Sequence[Sequence[MicroBatch]], parallel: Parallel) 
 def distillation_metrics(
     updates: Sequence[Sequence[MicroBatch]], distillation: DistillationConfig | None, parallel: Parallel
 ) -> dict[str, float]:
-    """Return mean and maximum of policy logprob - teacher logprob over the sampled tokens; empty without a teacher."""
+    """Return mean and maximum of policy logprob - teacher logprob over the sampled tokens; empty without a teacher.
+
+    Also the share of the sampled tokens that a teacher scored.
+    """
     if distillation is None:
         return {}
-    sums = torch.zeros(2, dtype=torch.float64)
+    sums = torch.zeros(3, dtype=torch.float64)
     largest = torch.full((), -math.inf, dtype=torch.float64)
     for batch in (batch for update in updates for batch in update) if parallel.is_reporting_rank else ():
+        sums[2] += batch.mask.sum()
         if batch.teacher_logprobs is not None:
             difference = student_logprobs(batch).double() - batch.teacher_logprobs.double()
             difference = difference[batch.mask.bool() & difference.isfinite()]
-            sums += torch.stack([torch.tensor(float(len(difference))), difference.sum()])
+            sums[:2] += torch.stack([torch.tensor(float(len(difference))), difference.sum()])
             largest = torch.maximum(largest, difference.max()) if len(difference) else largest
     dist.all_reduce(sums, group=parallel.cpu_group)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=parallel.cpu_group)
-    count, total = sums.tolist()
+    count, total, tokens = sums.tolist()
     if not count:
-        return {}
+        return {"distill/taught_share": 0.0}
     return {
+        "distill/taught_share": count / tokens,
         "distill/reverse_kl/mean": total / count,
         "distill/reverse_kl/max": float(largest),
     }

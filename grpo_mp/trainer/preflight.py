@@ -267,7 +267,12 @@ def make_scorer(
 
 
 def read_prompts(
-    data: DataConfig, rollout: RolloutConfig, reward: RewardConfig, tokenizer: PreTrainedTokenizerBase, only_evals: bool
+    data: DataConfig,
+    rollout: RolloutConfig,
+    reward: RewardConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    only_evals: bool,
+    distillation: DistillationConfig | None = None,
 ) -> tuple[PromptSet, dict[str, PromptSet], EpisodeParts | None]:
     """Return train prompts, eval prompts by set, and the parts of episodes; None if a sample is a single answer.
 
@@ -279,7 +284,8 @@ def read_prompts(
     tools = episodes.tools.schemas if episodes else ()
     check = partial(check_row_tests, reward, data.set_weights)
     reader = PromptReader(data, tokenizer, rollout.max_prompt_tokens, tools, check)
-    train = None if only_evals else load_train_prompts(reader)
+    demonstrations = distillation.demonstrations if distillation else None
+    train = None if only_evals else load_train_prompts(reader, demonstrations)
     evals = load_eval_prompts(reader)
     return next(iter(evals.values())) if train is None else train, evals, episodes
 

@@ -130,6 +130,7 @@ class Sample:
     messages: tuple[Message, ...] = ()  # messages of the episode after the prompt
     error: str = ""  # why the episode failed
     teacher_logprobs: tuple[float, ...] = ()  # logprobs of `tokens` under the teacher; (): without a teacher
+    teacher_prompt: tuple[int, ...] = ()  # tokens before `tokens` for the policy as its own teacher; (): it is none
     teacher_topk: TopLogprobs | None = field(default=None, compare=False, repr=False)  # with distillation.topk
     # Experts that the engine chose, [total tokens - 1, MoE layers, top-k]: the engine does not compute the last token.
     # None: not requested, or not returned by the engine.
@@ -205,6 +206,7 @@ class SampleInfo:
     verify_steps: int = 0  # see Sample
     given_tokens: int = 0  # response tokens that were not generated, which are not trained on
     has_own_prompt: bool = False  # True: the prompt differs from that of the group
+    teacher_prompt_tokens: int = 0  # of Sample.teacher_prompt
     state: EpisodeState | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     earlier: tuple[SampleInfo, ...] = ()  # earlier sequences of a forked episode, see Sample
@@ -289,7 +291,7 @@ class MicroBatch:
     rollout_logprobs: torch.Tensor  # float32
     old_logprobs: torch.Tensor | None = None  # float32; None: use the logprobs of the current pass, detached
     reference_logprobs: torch.Tensor | None = None  # float32
-    teacher_logprobs: torch.Tensor | None = None  # float32; None: without a teacher
+    teacher_logprobs: torch.Tensor | None = None  # float32; NaN: of no teacher; None: without a teacher
     # The teacher's k most likely tokens, int32 [T, k] with NO_TOKEN as padding, and their logprobs, float32 [T, k].
     teacher_topk_ids: torch.Tensor | None = None
     teacher_topk_logprobs: torch.Tensor | None = None

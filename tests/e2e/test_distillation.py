@@ -120,18 +120,40 @@ def test_the_policy_comes_nearer_to_a_teacher_that_the_job_serves(
     assert not list(again.glob("logs/teacher_*"))
 
 
+def check_self_taught(rows: list[dict], line: dict, tiny_run: TinyRun) -> None:
+    """In the first step the policy still is its model, also after the teacher's prompts, which show the answers."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_run.model)
+    shown = [row | {"prompt_tokens": row["teacher_prompt"] or row["prompt_tokens"]} for row in rows]
+    assert any(row["teacher_prompt"] for row in rows)
+    for row in (row for row in rows if row["teacher_prompt"]):
+        assert f"#### {row['answer']}\n\nNow answer with a response" in tokenizer.decode(row["teacher_prompt"])
+    policy, own = (logprobs_of(rows, expected_tables(tiny_run.model, each)) for each in (rows, shown))
+    differences = [
+        old - (teacher if row["teacher_prompt"] else served)
+        for row, olds, teachers in zip(rows, policy, own, strict=True)
+        for old, teacher, served in zip(olds, teachers, row["teacher_logprobs"] or olds, strict=True)
+    ]
+    assert line["distill/taught_share"] == 1
+    assert line["distill/reverse_kl/mean"] == pytest.approx(statistics.fmean(differences), abs=1e-3)
+    assert line["distill/reverse_kl/max"] == pytest.approx(max(differences), abs=1e-2)
+
+
 def test_each_set_is_scored_by_a_teacher_of_its_own(start_job: StartJob, tiny_run: TinyRun, tmp_path: Path) -> None:
-    """The job serves both teachers."""
+    """The job serves two teachers; the third set is taught by the policy, which sees the answer of the row."""
     run = tmp_path / "run"
     lines = tiny_run.train.read_text().splitlines(keepends=True)
     teachers = list[str]()
     sets = list[str]()
+    prompts = [lines[0::3], lines[1::3], lines[2::3]]
+    (tmp_path / "third.jsonl").write_text("".join(prompts[2]))
     for number, name in enumerate(("first", "second")):
         make_tiny(tmp_path / name, "qwen3", AutoTokenizer.from_pretrained(tiny_run.model), 1 + number, **SHAPE)
-        (tmp_path / f"{name}.jsonl").write_text("".join(lines[number::2]))
+        (tmp_path / f"{name}.jsonl").write_text("".join(prompts[number]))
         teachers.append(f"{name}: {{path: {tmp_path / name}}}")
         sets.append(f"{name}: {{path: {tmp_path / name}.jsonl}}")
-    asked = {json.loads(line)["question"] for line in lines[::2]}
+    teachers.append("third: {path: self:answer}")
+    sets.append(f"third: {{path: {tmp_path / 'third'}.jsonl}}")
+    asked = [{json.loads(line)["question"] for line in of_set} for of_set in prompts]
     run_well(
         start_job(
             f"run.folder={run}",
@@ -139,17 +161,21 @@ def test_each_set_is_scored_by_a_teacher_of_its_own(start_job: StartJob, tiny_ru
             f"data.train={{{', '.join(sets)}}}",
             f"algorithm.distillation.teacher={{{', '.join(teachers)}}}",
             "run.steps=2",
+            "rollout.max_prompt_tokens=256",
             "data.eval={}",
         )
     )
     rows = [*dumped_rows(run, 1), *dumped_rows(run, 2)]
-    of_first = [row["prompt"] in asked for row in rows]
-    assert {*of_first} == {True, False}
+    numbers = [next(i for i, questions in enumerate(asked) if row["prompt"] in questions) for row in rows]
+    assert {*numbers} == {0, 1, 2}
     both = [logprobs_of(rows, expected_tables(tmp_path / name, rows)) for name in ("first", "second")]
-    for row, is_first, first, second in zip(rows, of_first, *both, strict=True):
-        own = first if is_first else second
-        other = second if is_first else first
-        assert row["teacher_logprobs"] == pytest.approx(own, abs=1e-3)
-        assert row["teacher_logprobs"] != pytest.approx(other, abs=1e-1)
+    for row, number, *served in zip(rows, numbers, *both, strict=True):
+        assert bool(row["teacher_prompt"]) == (number == 2)
+        if number == 2:
+            assert row["teacher_logprobs"] == []
+            continue
+        assert row["teacher_logprobs"] == pytest.approx(served[number], abs=1e-3)
+        assert row["teacher_logprobs"] != pytest.approx(served[1 - number], abs=1e-1)
+    check_self_taught(rows[: len(rows) // 2], read_jsonl(run / "metrics.jsonl")[1], tiny_run)
     for name in ("first", "second"):
         assert "Prefill batch" in (run / "logs" / f"teacher.{name}_0.log").read_text()

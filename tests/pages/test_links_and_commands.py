@@ -15,6 +15,7 @@ from typing import get_origin
 import pytest
 import yaml
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl.experimental.sdpo import SDPOConfig
 
 from grpo_mp.cli.main import COMMANDS, main
 from grpo_mp.config import Settings, SftSettings, check_settings, load_settings
@@ -104,7 +105,7 @@ def test_a_settings_file_of_a_page_is_complete(page: str, tmp_path: Path) -> Non
 def test_settings_of_the_page_on_training_are_valid() -> None:
     text = (ROOT / "grpo_mp/docs/training.md").read_text()
     blocks = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     for block in blocks:
         check_settings(MINIMAL_SETTINGS | yaml.safe_load(block), "grpo_mp/docs/training.md")
 
@@ -113,7 +114,9 @@ def test_trl_settings_on_the_page_for_its_users_exist() -> None:
     rows = [line.split("|") for line in (ROOT / "configs/COMING_FROM.md").read_text().splitlines()]
     named = {name for row in rows if len(row) == 6 for name in re.findall(r"`(\w+)`", row[2])}
     fields = {field.name for field in dataclasses.fields(GRPOConfig)}
-    arguments = {"prompt", *inspect.signature(GRPOTrainer).parameters}  # a column; those of the trainer
+    fields |= {field.name for field in dataclasses.fields(SDPOConfig)}
+    columns = {"prompt", "privileged_context"}
+    arguments = columns | {*inspect.signature(GRPOTrainer).parameters}
     assert len(named) > 40
     assert not named - fields - arguments
 

@@ -296,8 +296,8 @@ CRITIC = {
 }
 # What divides a vocabulary or a sequence, a pipeline's last stage; a padded vocabulary, a layer that predicts ahead.
 DISTILLED = {
-    "qwen3": ("one", "tp2", "cp2"),
-    "odd_vocabulary": ("one", "tp2_pp2_vpp2"),
+    "qwen3": ("one", "dp2", "tp2", "cp2"),
+    "odd_vocabulary": ("one", "tp2_ep2", "tp2_pp2_vpp2"),
     "deepseek_v3_mtp": ("one", "tp2_cp2"),
 }
 CONVERTED = {  # weights that `grpo-mp convert` wrote and reads
@@ -363,7 +363,8 @@ ALL = [
     *each(CRITIC, ["critic"], "critic"),
     Case("qwen3_moe", "tp2_ep2", ("critic",), "critic_sharing", SHARE),
     *resumed("critic_resumed", "critic_resumed"),
-    *each(DISTILLED, ["distilled", "truncated"], "distilled"),
+    *each(DISTILLED, ["distilled", "truncated", "self_taught"], "distilled"),
+    Case("qwen3", "dp2", ("self_taught",), "self_taught_sharing", SHARE),
     *BREAKING,
     *DRIFTED,
     *each(HALF, ["half"], "half"),

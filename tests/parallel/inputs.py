@@ -30,7 +30,11 @@ SAMPLES = 8 * UPDATES
 
 
 FAMILY: dict[str, dict[str, Any]] = {  # algorithms whose gradient must not depend on the layout
-    **{name: {"preset": name, **preset.settings["algorithm"]} for name, preset in PRESETS.items()},
+    **{
+        name: {"preset": name, **preset.settings["algorithm"]}
+        for name, preset in PRESETS.items()
+        if "distillation" not in preset.settings["algorithm"]  # which has no gradient without a teacher
+    },
     # With the limits of the presets no token leaves the region.
     "dppo_tv": {"policy_loss": "dppo_tv", "clip": {"low": 1e-3, "high": 1e-3}, "aggregation": "constant"},
     "dppo_kl": {"policy_loss": "dppo_kl", "clip": {"low": 1e-5, "high": 1e-5}, "aggregation": "constant"},

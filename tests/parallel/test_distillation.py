@@ -1,12 +1,14 @@
 """Losses over several tokens of a position: one rank against formulas in transformers, layouts against one rank."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from tests.parallel.cases import CASES, DISTILLED, Case, cases_with
 from tests.parallel.conftest import Outcomes
-from tests.parallel.distill_measures import COEF, kept_tokens, teacher_topk
+from tests.parallel.distill_measures import COEF, SERVED, kept_tokens, teacher_prompt, teacher_topk
 from tests.parallel.expected import Expected, _load, _logits, file_gradients
 from tests.parallel.full_model import Tensors, exceeding, relative_errors
 from tests.parallel.inputs import TEMPERATURE
@@ -109,3 +111,37 @@ def test_every_layout_is_as_one_rank(case: Case, outcomes: Outcomes, measure: st
     for rank in outcomes.by_rank(case, measure):
         assert rank["metrics"] == pytest.approx(of_one["metrics"], rel=1e-4, abs=1e-6)
     assert not exceeding(relative_errors(gradient(case, outcomes, measure), gradient(one, outcomes, measure)), BOUND)
+
+
+@pytest.mark.parametrize("case", cases_with("self_taught"), ids=lambda case: case.name)
+def test_the_policy_as_its_own_teacher_is_transformers_after_the_teachers_prompts(
+    case: Case, outcomes: Outcomes
+) -> None:
+    """Old logprobs are those after the policy's own prompts; what has no teacher is not taught."""
+    expected = outcomes.models[case.model].expected
+    model = _load(expected.folder)
+    tables = dict[int, tuple[Tensor, Tensor]]()
+    for i in expected.given.first_update:
+        sample = expected.given.samples[i]
+        shown = teacher_prompt(sample, model.config.vocab_size)
+        pair = []
+        for prompt in (sample.prompt_tokens, shown or sample.prompt_tokens):
+            with torch.no_grad():
+                logits = _logits(model, replace(sample, prompt_tokens=prompt))[len(prompt) - 1 : -1]
+            log_p = (logits.double() / TEMPERATURE).log_softmax(-1)
+            pair.append(log_p.gather(1, torch.tensor(sample.tokens)[:, None])[:, 0])
+        served = torch.tensor(SERVED[: len(sample.tokens)]) if i == 1 else pair[1] * torch.nan
+        tables[i] = (pair[0], pair[1] if shown else served)
+    seen = 0
+    differing = 0
+    for rank in filter(None, outcomes.by_rank(case, "self_taught")):
+        places = zip(*(rank[name].tolist() for name in ("sample", "position", "teacher", "advantage")), strict=True)
+        for i, position, teacher, advantage in places:
+            old, taught = (values[position - len(expected.given.samples[i].prompt_tokens) + 1] for values in tables[i])
+            assert teacher == pytest.approx(float(taught), abs=BOUND, nan_ok=True)
+            assert advantage == pytest.approx(float((COEF * (taught - old)).nan_to_num()), abs=BOUND)
+            differing += abs(advantage) > 0.1
+            seen += 1
+    tokens = sum(len(expected.given.samples[i].tokens) for i in expected.given.first_update)
+    assert seen == tokens * case.sizes.get("tensor", 1)
+    assert differing > tokens / 3

@@ -37,6 +37,7 @@ EPISODE = Sample(
     messages=({"role": "tool", "content": "\udc80"},),
     error="the tool \udc80 raised",
     teacher_logprobs=(LOGPROB, -2.0, -0.5),
+    teacher_prompt=(7, 8),
 )
 
 

@@ -116,6 +116,13 @@ URL: dict[str, Any] = {"teacher": {"path": "http://x"}}
             "algorithm.distillation.teacher.math.api_key_env: expected",
         ),
         (teaching(distillation={"teacher": {"path": 3}}), "algorithm.distillation.teacher.path: expected"),
+        (teaching("self:solution", distillation={"topk": 4}), "as its own teacher has sampled tokens alone: set topk="),
+        (teaching(distillation={"teacher": {"path": "self", "args": {"tp_size": 2}}}), "has no server: leave out args"),
+        (teaching("self", advantage={"baseline": "critic", "scale": "none"}), "leave out advantage.estimator and dist"),
+        (
+            teaching("self") | {"rollout": MINIMAL_SETTINGS["rollout"] | {"group_size": 1}},
+            "teacher.path=self shows .* answer of the group, and rollout.group_size=1 leaves no other: set 2 or more",
+        ),
     ],
 )
 def test_settings_that_contradict_a_teacher(sections: dict[str, Any], sentence: str) -> None:
