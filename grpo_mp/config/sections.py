@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, PositiveInt, field_validator, model_validator
 
 from grpo_mp.config.registries import LOGGERS, ROLLOUT_FUNCTIONS
 from grpo_mp.config.truncation import TopP, Truncation, truncation_of
@@ -11,6 +11,7 @@ from grpo_mp.models.families import MODEL_FAMILIES
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.utils.section import Section
 
+AUTO_GROUPS = 64  # groups in flight that an engine is at least prepared for
 DEFAULT_DTYPE = "bfloat16"  # model.dtype on GPUs
 PauseMode = Literal["retract", "in_place"]
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
@@ -278,7 +279,9 @@ class EngineConfig(Section):
         0, ge=0, description="last ranks of the job, which only generate, with schedule=one_step_off or async"
     )
     max_restarts: int = Field(3, ge=0, description="restarts of an engine within an hour; one more loss ends the run")
-    concurrent_groups: int = Field(64, gt=0, description="groups in flight on one engine")
+    concurrent_groups: PositiveInt | Literal["auto"] = Field(
+        "auto", description="groups in flight on one engine; auto: as many as its KV cache has room for"
+    )
     speculative: SpeculativeConfig = Field(
         SpeculativeConfig(), description="speculative decoding, on GPUs (SGLang speculative_algorithm)"
     )
@@ -288,6 +291,12 @@ class EngineConfig(Section):
         "repeats its answers; slower on GPUs",
     )
     args: dict[str, Any] = Field({}, description="any argument of the installed SGLang, checked by name")
+
+    def most_groups(self, rollout: RolloutConfig) -> int:
+        """Return the number of groups in flight that an engine is prepared for: with `auto`, those of a few steps."""
+        if self.concurrent_groups == "auto":
+            return max(AUTO_GROUPS, rollout.prompts_per_step * (1 + rollout.max_staleness))
+        return self.concurrent_groups
 
     @property
     def owns_devices(self) -> bool:

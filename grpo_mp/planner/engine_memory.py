@@ -97,7 +97,7 @@ def _window_pool_ratio(args: Mapping[str, Any]) -> float:
 def _graph_bytes(job: PlannedJob) -> float:
     """Return the bytes on one GPU of the decode graphs, which grow with the largest batch that is captured."""
     engine = job.settings.engine
-    in_flight = engine.concurrent_groups * job.settings.rollout.group_size
+    in_flight = engine.most_groups(job.settings.rollout) * job.settings.rollout.group_size
     args = cuda_defaults(engine.args, in_flight, 0.0) | engine.args
     return OVERHEADS.cuda_graphs * read_argument(args, "cuda_graph_max_bs_decode", GRAPH_REQUESTS) / GRAPH_REQUESTS
 
@@ -113,7 +113,7 @@ def state_pool(job: PlannedJob, caches: float) -> tuple[float, int]:
         return 0.0, 0
     engine = job.settings.engine
     replicas = job.engine_parallelism.replicas
-    args = {**engine.args, **speculative_arguments(engine, job.settings.rollout.group_size)}
+    args = {**engine.args, **speculative_arguments(engine, job.settings.rollout)}
     verified = read_argument(args, "speculative_num_draft_tokens", 0)
     per_sequence = _slots_per_sequence(args)
     running = read_argument(args, "max_running_requests", 0)

@@ -68,7 +68,8 @@ def samples_per_engine(job: PlannedJob) -> int:
 
 def running_sequences(job: PlannedJob, engine: EngineMemory) -> float:
     """Return the largest number of concurrent sequences of one engine, which settings and the caches limit."""
-    in_flight = job.settings.engine.concurrent_groups * job.settings.rollout.group_size
+    groups = job.settings.engine.concurrent_groups
+    in_flight = inf if groups == "auto" else groups * job.settings.rollout.group_size
     limit = float(job.settings.engine.args.get("max_running_requests") or in_flight)
     cached = engine.kv_cache_tokens / job.mean_seq_len
     if job.model.linear:

@@ -5,6 +5,7 @@ import hashlib
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,6 +15,7 @@ import httpx
 from grpo_mp.config.sections import PauseMode
 from grpo_mp.config.truncation import MAX_KEPT, TopP, truncation_of
 from grpo_mp.distributed.layout import ModelShape
+from grpo_mp.rollout.concurrency import EngineLoad, read_load
 from grpo_mp.rollout.routed_experts import read_routed_experts
 from grpo_mp.utils.errors import EngineError, EngineTimeout, UserError
 from grpo_mp.utils.types import ExpertIds, KeptTokens
@@ -25,6 +27,8 @@ IDLE_LIMIT_S = 2.0
 LAST_OF_CONNECTION = {"Connection": "close"}  # header of requests whose failure makes the server close the connection
 BUSY_LIMIT_S = 60.0  # time limit for an engine to become idle after its last response
 BUSY_POLL_S = 0.1
+LOAD_LIMIT_S = 5.0
+STEP_S = 0.2  # after which an engine usually has received a request
 HEALTH_LIMIT_S = 30.0  # SGLang's own time limit of a health check is 20 s
 # SGLang's selector of the models that a request applies to, for an engine with a drafting layer.
 TARGET = {"selector": "target"}
@@ -156,6 +160,10 @@ class EngineClient:
         self._updated = TARGET  # selector of the models in the current weight update
         self._in_session = False  # whether this SGLang has sessions of weight updates
         self._cache_key = "0"  # weight version: separates radix-cache prefixes of different weights
+        self._sent = deque[float]()  # time.time() at each request that the engine has perhaps not received
+        self._held = 0  # requests that wait for the end of a pause
+        self._ended = 0
+        self._preempted = 0
 
     async def aclose(self) -> None:
         """Close the connections; requests that wait for the end of a pause then fail."""
@@ -184,7 +192,7 @@ class EngineClient:
             "return_routed_experts": routing is not None,
             "routed_experts_start_len": routed_tokens,
         }
-        reply = await self._generate(body)
+        reply = await self._generate(body, count)
         outputs = reply if isinstance(reply, list) else [reply]
         if len(outputs) != count:
             raise self._error("/generate", f"returned {len(outputs)} responses where {count} were asked for")
@@ -242,7 +250,7 @@ class EngineClient:
             "return_logprob": True,
             "routed_dp_rank": replica,
         }
-        reply = await self._generate(body)
+        reply = await self._generate(body, len(token_lists))
         return [self._parse_output(output, 0, None) for output in reply]
 
     async def flush_cache(self) -> None:
@@ -275,6 +283,24 @@ class EngineClient:
             if reply.status_code == httpx.codes.OK or not was_paused:
                 break
         self._check_status("/health_generate", reply)
+
+    async def load(self) -> EngineLoad | None:
+        """Return the engine's load; None if it does not answer or answers anything else.
+
+        SGLang reports after each step, before it receives what arrived in the meantime: requests since then count as
+        waiting.
+        """
+        try:
+            reply = await self._request("GET", "/v1/loads?include=core", limit_s=LOAD_LIMIT_S)
+            reported = read_load(_parse_body(reply))
+        except (EngineError, ValueError):
+            return None
+        if reported is None:
+            return None
+        while self._sent and self._sent[0] <= reported.at_s - STEP_S:
+            self._sent.popleft()
+        waiting = reported.waiting + len(self._sent) + self._held
+        return replace(reported, waiting=waiting, ended=self._ended, preempted=self._preempted)
 
     async def pause_generation(self, mode: PauseMode) -> None:
         """Pause running and new requests. Mode `retract` frees their KV cache, `in_place` keeps it."""
@@ -367,17 +393,29 @@ class EngineClient:
     async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         return self._check_status(path, await self._request(method, path, body))
 
-    async def _generate(self, body: dict[str, Any]) -> Any:
-        """Wait until generation is not paused and send a generation request with the cache key of the weights."""
+    async def _generate(self, body: dict[str, Any], count: int) -> Any:
+        """Wait until generation is not paused and send a request for `count` responses with the weights' cache key."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 # A request that reached the engine during a pause would carry the cache key of the old weights.
-                await self._running.wait()
+                self._held += count
+                try:
+                    await self._running.wait()
+                finally:
+                    self._held -= count
                 keyed = body | {"extra_key": self._cache_key}
+                pauses = self._pauses
+                self._sent.extend([time.time()] * count)
                 reply = await self._request("POST", "/generate", keyed, math.inf)
         except TimeoutError as error:
             raise self._timeout("/generate", self._timeout_s) from error
-        return self._check_status("/generate", reply)
+        content = self._check_status("/generate", reply)
+        self._ended += count
+        for output in content if isinstance(content, list) else [content]:
+            # A pause may preempt all requests once.
+            preempted = output["meta_info"].get("num_retractions", 0) - (self._pauses - pauses)
+            self._preempted += max(0, preempted)
+        return content
 
     async def _request(
         self,

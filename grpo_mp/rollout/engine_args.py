@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mp.checkpoint.hf_reader import HfReader, has_hf_weights
-from grpo_mp.config.sections import EngineConfig
+from grpo_mp.config.sections import EngineConfig, RolloutConfig
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import MTP_LAYERS, HfConfig
 from grpo_mp.platform.cuda_libraries import cuda_environment
@@ -271,7 +271,7 @@ def check_tool_parser(name: str) -> None:
         )
 
 
-def speculative_arguments(engine: EngineConfig, group_size: int) -> dict[str, Any]:
+def speculative_arguments(engine: EngineConfig, rollout: RolloutConfig) -> dict[str, Any]:
     """Return the ServerArgs for `engine.speculative`.
 
     `mtp`: the drafting layer is read from the model's folder, because it may be untrained and then no weight sync sends
@@ -293,7 +293,9 @@ def speculative_arguments(engine: EngineConfig, group_size: int) -> dict[str, An
     return {
         "speculative_num_draft_tokens": speculative.verified_tokens,
         # With speculative decoding SGLang would lower the default to 48.
-        "max_running_requests": engine.args.get("max_running_requests", engine.concurrent_groups * group_size),
+        "max_running_requests": engine.args.get(
+            "max_running_requests", engine.most_groups(rollout) * rollout.group_size
+        ),
         **drafting[speculative.algorithm],
     }
 

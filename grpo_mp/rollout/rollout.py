@@ -24,6 +24,7 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rewards.scorer import RewardStats, Scorer, sum_stats
 from grpo_mp.rewards.teacher import Teachers, is_teacher
 from grpo_mp.rollout.client import EngineClient, SamplingParams, sampling_seed
+from grpo_mp.rollout.concurrency import LaunchLimit
 from grpo_mp.rollout.engine_args import FP32_HEAD, EngineSpec, cuda_defaults, speculative_arguments
 from grpo_mp.rollout.engine_layout import EnginePlacement, engine_host_ranks, engine_placements, precision_arguments
 from grpo_mp.rollout.episodes import EpisodeParts, EpisodeRunner, with_failures
@@ -99,6 +100,7 @@ class Rollout:
             else None
         )
         self.engine: HostedEngine | None = None
+        self._limits: dict[EngineClient, LaunchLimit] = {}  # of the engine's current process
         self._node: EngineNode | None = None  # this node's part of an engine whose host is on another node
         if placement := next((placement for placement in placements if placement.rank == job.rank), None):
             spec = engine_spec(base, placement, parts, engine, rollout=rollout)
@@ -218,20 +220,29 @@ class Rollout:
         config = self._engine_config
         rule = stream.rule
         groups_per_engine = -(-(rule.launched + rule.lookahead) // len(self.host_ranks))
-        max_in_flight = max(1, min(config.concurrent_groups, groups_per_engine))
+        max_in_flight = max(1, groups_per_engine)
+        most = config.most_groups(self._config)
+        fixed = None if config.concurrent_groups == "auto" else most
+        limit = self._limits.get(client) or LaunchLimit(client.load, self._config.max_sequence_tokens, fixed, most)
+        self._limits = {client: limit}
         limit_s = self._config.group_timeout_s
         lose = partial(engine.lose, client=client, generates=True)
         episodes = None
         if self._episodes:
-            most = asyncio.Semaphore(config.concurrent_groups * task.group_size)
+            slots = asyncio.Semaphore((fixed or max_in_flight) * task.group_size)
             self._pause.clear()
-            episodes = EpisodeRunner(self._episodes, client, most, self._pause)
+            episodes = EpisodeRunner(self._episodes, client, slots, self._pause)
         parts = (client, scorer or self._scorer, self._tokenizer, limit_s, lose, episodes)
         worker = RolloutWorker(
             *parts,
             step_tokens=config.speculative.verified_tokens,
+            limit=limit,
         )
         return self._loop.submit(worker.run(task, stream, max_in_flight))
+
+    def take_load(self) -> dict[str, float]:
+        """Return the metrics of this rank's engine since the last call, see LaunchLimit.take_metrics."""
+        return next((limit.take_metrics() for limit in self._limits.values()), {})
 
     def pause(self, launched: LaunchedGroups) -> Mapping[int, EndedGroup]:
         """Pause this rank's running groups; return all groups except failed ones, by number."""
@@ -340,10 +351,10 @@ def engine_spec(
     An engine that need not load weights starts with dummy weights on a GPU, and with the folder's, if any, on a CPU.
     """
     precision = precision_arguments(engine.args, parts.hf, base.cpu)
-    in_flight = engine.concurrent_groups * rollout.group_size
+    in_flight = engine.most_groups(rollout) * rollout.group_size
     defaults = {} if base.cpu else cuda_defaults(engine.args, in_flight, rollout.group_timeout_s)
     own = {ARGUMENT: True} if parts.records_experts else {}
-    own |= speculative_arguments(engine, rollout.group_size)
+    own |= speculative_arguments(engine, rollout)
     own |= {"enable_deterministic_inference": True} if engine.deterministic else {}
     reads_text = bool(rollout.stop) or rollout.function == "openai_agent"
     needs_none = not base.cpu or bool(precision) or not has_hf_weights(base.model)

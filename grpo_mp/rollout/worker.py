@@ -13,6 +13,7 @@ from grpo_mp.data.template import answer_texts
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.rewards.scorer import RewardStats, Scorer
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams, sampling_seed
+from grpo_mp.rollout.concurrency import LaunchLimit
 from grpo_mp.rollout.episodes import EpisodeGroup, EpisodeRunner, with_failures
 from grpo_mp.rollout.groups import (
     EndedGroup,
@@ -30,6 +31,7 @@ from grpo_mp.utils.types import Prompt, Sample, SampleGroup
 
 LOGGER = logging.getLogger(__name__)
 ABORT_EVERY_S = 0.5
+LOAD_EVERY_S = 0.2  # interval of asking the engine for its load
 LOOK_EVERY_S = 0.1  # interval of looking for groups that a lost engine gave back
 SCORES = "scores"  # name of an asyncio task whose group is generated and is being scored
 
@@ -88,21 +90,26 @@ class RolloutWorker:
     lose_engine: Callable[[EngineError], None]  # marks the engine as lost; raises if it must not restart
     episodes: EpisodeRunner | None = None  # None: a rollout is a single response
     step_tokens: int = 1  # maximum number of tokens that one decode step adds to a response
+    limit: LaunchLimit | None = None  # None: only `max_in_flight` limits the groups in flight
 
     async def run(self, task: RolloutTask, stream: GroupStream, max_in_flight: int) -> LaunchedGroups:
         """Generate until the step has enough groups; return all launched groups: finished, paused and running.
 
-        `max_in_flight`: maximum number of concurrent groups. An error in a reward cancels the other groups.
+        `max_in_flight`: most concurrent groups, beside those of `limit`. An error in a reward cancels the other groups.
         """
         groups = _Groups(task, stream, self.step_tokens)
         gate = LaunchGate(stream, task.lookahead, task.stopped, task.token_limit is not None)
         watch = asyncio.create_task(gate.watch())
-        launch = None
+        looks = launch = None
+        groups.most = max_in_flight
         try:
+            if self.limit:
+                await self._look(self.limit, groups, max_in_flight)
+                looks = asyncio.create_task(self._keep_looking(self.limit, groups, max_in_flight))
             while not gate.done:
-                for number in groups.take_waiting(gate, max_in_flight):
+                for number in groups.take_waiting(gate):
                     groups.start(number, self._generate_group, gate)
-                if launch is None and len(groups.running) < max_in_flight:
+                if launch is None and len(groups.running) < groups.most:
                     launch = asyncio.create_task(_when_allowed(gate, groups.claim()))
                 awaited = {watch, *groups.running, *filter(None, [launch])}
                 await asyncio.wait(awaited, timeout=LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
@@ -130,9 +137,17 @@ class RolloutWorker:
             groups.cancel()
             raise
         finally:
-            for other in filter(None, (watch, launch)):
+            for other in filter(None, (watch, looks, launch)):
                 other.cancel()
         return groups.launched()
+
+    async def _look(self, limit: LaunchLimit, groups: "_Groups", max_in_flight: int) -> None:
+        groups.most = min(max_in_flight, await limit.look(len(groups.running), groups.size))
+
+    async def _keep_looking(self, limit: LaunchLimit, groups: "_Groups", max_in_flight: int) -> None:
+        while True:
+            await asyncio.sleep(LOAD_EVERY_S)
+            await self._look(limit, groups, max_in_flight)
 
     async def _generate_group(
         self, task: RolloutTask, group_id: int, prompt: Prompt, earlier: PausedGroup | None, tokens: int | None
@@ -271,6 +286,8 @@ class _Groups:
         self._task = task
         self._stream = stream
         self._step_tokens = step_tokens
+        self.size = task.group_size
+        self.most = 1  # groups that may run
         self.running: dict[asyncio.Task[EndedGroup], int] = {}
         self._claimed = set[int]()  # claimed but not launched yet
         self._ended: dict[int, EndedGroup] = {}
@@ -284,9 +301,9 @@ class _Groups:
             else:
                 self.running[group.task] = number
 
-    def take_waiting(self, gate: LaunchGate, max_in_flight: int) -> list[int]:
+    def take_waiting(self, gate: LaunchGate) -> list[int]:
         """Remove and return the waiting groups that can be launched now; claim returned groups for free slots."""
-        places = max(0, max_in_flight - len(self.running))
+        places = max(0, self.most - len(self.running))
         while len(allowed := self._allowed(gate)) < places and (returned := self._stream.take_returned()) is not None:
             self._waiting.add(returned)
             self._returned.add(returned)

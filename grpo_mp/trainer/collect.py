@@ -389,7 +389,7 @@ class RolloutCollector:
         )
 
     def _times(self, batch: RolloutBatch, began_s: float) -> dict[str, float]:
-        """Return the generation times of a step over all engines, see generation_times."""
+        """Return the generation times and the load of a step over all engines, see generation_times."""
         groups = [group for group in (*batch.groups, *batch.unselected) if group.samples]
         ends_s = [self._ends_s.get(group.samples[0].group_id, began_s) for group in groups]
         for number in list(self._ends_s):  # a copy: engine threads add entries meanwhile
@@ -397,7 +397,9 @@ class RolloutCollector:
                 del self._ends_s[number]
         tokens = sum(len(sample.tokens) for group in groups for sample in group.samples)
         work = tokens, [max(0.0, end - began_s) for end in ends_s]
-        return generation_times(all_gather(work, self.job.group))
+        loads = [load for load in all_gather(self.rollout.take_load(), self.job.group) if load]
+        means = {name: statistics.fmean(load[name] for load in loads) for name in (loads[0] if loads else ())}
+        return generation_times(all_gather(work, self.job.group)) | means
 
     def _take_stats(self, counted: range, later: Collection[int]) -> RewardStats:
         """Return the reward statistics of the groups with ids in `counted`; keep only those of `later` groups."""

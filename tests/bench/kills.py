@@ -37,7 +37,7 @@ TARGETS = ("rank 0", "rank 1", "engine", "engine's child", "launcher", "all")
 ENDS_NO_JOB = ("engine", "engine's child")
 EARLY = 0.2  # of the kills: while a job starts
 START = "start"
-OF_TIME = ("time/", "speed/", "memory/", "sync/bytes_per_s")
+OF_TIME = ("time/", "speed/", "memory/", "engine/", "sync/bytes_per_s")
 OF_SYNCS = ("sync/bytes", "sync/rounds", "sync/engines")  # of an engine that starts again
 OWN_RANK = ("engine.ranks=1", "layout={}")
 SCHEDULES = {

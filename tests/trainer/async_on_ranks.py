@@ -157,6 +157,9 @@ class Engines:
     def score(self, groups: list[SampleGroup], step: int) -> list[SampleGroup]:
         return groups
 
+    def take_load(self) -> dict[str, float]:
+        return {}
+
     def ask_teachers(self, groups: list[SampleGroup]) -> list[SampleGroup]:
         return groups
 

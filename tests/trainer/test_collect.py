@@ -97,6 +97,9 @@ class OneRankRollout:
         self.scored.update(ids)
         return groups
 
+    def take_load(self) -> dict[str, float]:
+        return {}
+
     def ask_teachers(self, groups: Sequence[SampleGroup]) -> Sequence[SampleGroup]:
         return groups
 

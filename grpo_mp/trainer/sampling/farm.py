@@ -62,7 +62,7 @@ class SampleFarm:
         """Generate groups for all prompts not in `done`, without those that time out; return the throughput."""
         job = self.engines.job
         done = set(done)
-        size = self.config.concurrent_groups * len(self.engines.rollout.host_ranks)
+        size = self.config.most_groups(self.rollout) * len(self.engines.rollout.host_ranks)
         began_s = time.monotonic()
         # If a restarted engine gets its weights by a sync, all engines must be idle then: no group runs ahead.
         ahead = 0 if self.engines.recovery.weight_sync else size * ROUNDS_AHEAD
