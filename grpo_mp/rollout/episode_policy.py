@@ -51,6 +51,8 @@ class EpisodeWatch:
     clock: asyncio.Timeout
     stopped_by: EngineError | EpisodeAbortedError | None = None
     handles: int = 0  # number of unrecorded handles so far
+    generated_s: float = 0.0  # time in which a handle generated
+    calls_s: dict[str, list[float]] = field(default_factory=dict)  # seconds of each tool call, by the tool's name
     _generating: int = 0
     _deadline: float | None = None
     _since: float = 0.0
@@ -72,7 +74,9 @@ class EpisodeWatch:
         finally:
             self._generating -= 1
             if not self._generating and self._deadline is not None:
-                self.clock.reschedule(self._deadline + now() - self._since)
+                passed_s = now() - self._since
+                self.generated_s += passed_s
+                self.clock.reschedule(self._deadline + passed_s)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -56,10 +57,11 @@ def load_episode_parts(
 
 @dataclass(frozen=True)
 class Outcome:
-    """An ended episode. `error`: reason of the failure; "": no failure."""
+    """An ended episode. `error`: reason of the failure; "": no failure. `seconds`: mean of a turn and of each tool."""
 
     episode: Episode
     error: str = ""
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ class EpisodeRunner:
             raise policy.watch.stopped_by
         if outcome.error:
             LOGGER.info("step %d: %s", group.step, outcome.error)
-        return outcome
+        return replace(outcome, seconds=_seconds(policy))
 
     async def _roll_out(
         self, context: EpisodeContext, prompt: Prompt, index: int, step: int
@@ -159,6 +161,7 @@ class EpisodeRunner:
             async with AsyncExitStack() as opened, clock:
                 tools = await self.parts.tools.open(context.limits.tool_s, context.limits.tool_characters)
                 opened.push_async_callback(tools.close)
+                tools = replace(tools, calls_s=policy.watch.calls_s)
                 messages = await self._begin(tools, prompt)
                 returned = await without_exit(
                     self.parts.function(Task(prompt, index, step=step, tools=tools, messages=messages), policy)
@@ -188,6 +191,12 @@ class EpisodeRunner:
         if said:
             messages = (*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + said})
         return messages
+
+
+def _seconds(policy: EpisodePolicy) -> dict[str, float]:
+    """Return the mean seconds of a turn, and of a call of each tool."""
+    turn = {"turn_s": policy.watch.generated_s / policy.turns} if policy.turns else {}
+    return turn | {f"{name}_s": fmean(seconds) for name, seconds in policy.watch.calls_s.items()}
 
 
 def _cancelled(prompt: Prompt, index: int) -> Outcome:
@@ -235,7 +244,7 @@ def as_sample(outcome: Outcome, group_id: int, index: int, end_token: int) -> Sa
         text=episode.answer,
         state=episode.state,
         episode_reward=episode.reward,
-        metrics={**episode.metrics, "turns": episode.turns, "forks": episode.forks},
+        metrics={**episode.metrics, "turns": episode.turns, "forks": episode.forks, **outcome.seconds},
         messages=episode.messages,
         error=outcome.error,
         earlier=tuple(

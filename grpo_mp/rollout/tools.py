@@ -78,6 +78,7 @@ class EpisodeTools:
     limit_s: float
     characters: int
     close: Callable[[], Awaitable[None]]
+    calls_s: dict[str, list[float]] = field(default_factory=dict)  # seconds of each call, by the tool's name
 
     async def reset(self, columns: Mapping[str, Any]) -> str:
         """Call `reset` of the environments with the columns of the data row; return their concatenated texts."""
@@ -91,7 +92,10 @@ class EpisodeTools:
 
     async def call(self, call: ToolCall) -> ToolResult:
         """Call a tool and return its result as valid UTF-8; errors and timeouts are returned as results."""
+        began_s = asyncio.get_running_loop().time()
         result = await self._result(call)
+        if call.name in self.kit.tools:
+            self.calls_s.setdefault(call.name, []).append(asyncio.get_running_loop().time() - began_s)
         return replace(result, text=encodable(result.text))
 
     async def _result(self, call: ToolCall) -> ToolResult:

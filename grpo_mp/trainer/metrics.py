@@ -26,6 +26,8 @@ from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.trainer.phase_manager import MemoryUsage, max_usage
 from grpo_mp.utils.types import EpisodeState, MicroBatch, PerToken, SampleInfo
 
+EPISODE_METRIC = "rollout/episode/{name}"
+EPISODE_TIME = "time/episode/{name}"
 # mismatch/ metrics that are means over the updates. Other mismatch/ metrics describe the first update only, for which
 # engine and policy have the same weights.
 OF_ALL_UPDATES = (
@@ -91,7 +93,10 @@ def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[st
 
 
 def episode_metrics(infos: Sequence[SampleInfo]) -> dict[str, float]:
-    """Return the share of episodes in each end state and the means of their metrics; empty without episodes."""
+    """Return the share of episodes in each end state and the means of their metrics; empty without episodes.
+
+    Metrics with names that end with _s are times.
+    """
     episodes = [info for info in infos if info.state]
     values = defaultdict[str, list[float]](list)
     for info in episodes:
@@ -105,7 +110,10 @@ def episode_metrics(infos: Sequence[SampleInfo]) -> dict[str, float]:
             for state in get_args(EpisodeState)
         },
         "rollout/given_tokens/mean": statistics.fmean(info.given_tokens for info in episodes),
-        **{metric_name("rollout/episode/{name}", name=name): statistics.fmean(v) for name, v in values.items()},
+        **{
+            metric_name(EPISODE_TIME if name.endswith("_s") else EPISODE_METRIC, name=name): statistics.fmean(numbers)
+            for name, numbers in values.items()
+        },
     }
 
 

@@ -22,7 +22,8 @@ UPDATES = 2
 RANKS = 2
 # What runs of several turns, of speculative decoding, of a multi-token-prediction layer, a teacher or a critic, in
 # float16, and of supervised fine-tuning write: tests of their own have these.
-OF_OTHER_RUNS = ("rollout/episode", "train/mtp_", "distill/", "critic/", "sft/", "mismatch/mass_outside_kept")
+OF_EPISODES = ("rollout/episode", "time/episode/")
+OF_OTHER_RUNS = (*OF_EPISODES, "train/mtp_", "distill/", "critic/", "sft/", "mismatch/mass_outside_kept")
 ALSO_OF_OTHERS = {"rollout/given_tokens/mean", "rollout/acceptance_length", "eval/{set}/loss", "train/loss_scale"}
 SOLVE_RATES = {
     "none": (-1, 0),

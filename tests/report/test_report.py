@@ -152,6 +152,34 @@ def test_answers_are_the_best_worst_longest_and_the_same_question(long_run: Path
     assert [one.step for one in answers if one.why == "same question"] == [0, 1000]  # of the evaluations
 
 
+def test_episodes_show_their_turns_and_failures_are_counted_by_kind(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 1)
+    call = {"type": "function", "function": {"name": "bash", "arguments": {"command": "ls"}}}
+    messages = [
+        {"role": "assistant", "content": f"look {EVIL}", "tool_calls": [call]},
+        {"role": "tool", "name": "bash", "content": "one.py"},
+        {"role": "assistant", "content": "done"},
+    ]
+    error = "prompt {}, sample 0, turn {}: it raised KeyError: 'no such row'"
+    lines = [
+        sample(1, 0, 1, state="completed", messages=messages, error=""),
+        *(sample(1, n, 0, state="error", messages=[], error=error.format(n, n)) for n in (1, 2)),
+    ]
+    write_lines(run / "samples" / "step_000001.jsonl", lines)
+    section = build_report(read_run(run)).sections[-1]
+    best = next(answer for answer in section.answers if answer.why == "best")
+    assert [(turn.role, turn.text) for turn in best.turns] == [
+        ("policy, trained on", f"look {EVIL}\nbash({{'command': 'ls'}})"),
+        ("bash, given", "one.py"),
+        ("policy, trained on", "done"),
+    ]
+    assert best.facts.startswith("completed, reward 1")
+    assert section.tables[0].rows == (("it raised KeyError: 'no such row'", "2"),)
+    page = Page(render(build_report(read_run(run))))
+    assert "bash, given" in page.labels
+    assert "script" not in page.tags
+
+
 def test_the_page_begins_with_a_verdict(long_run: Path) -> None:
     report = build_report(read_run(long_run))
     assert report.verdict == f"1000 of 3 steps; {len(report.warnings)} warnings; held_out 25.0% → 75.0%"

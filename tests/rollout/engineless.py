@@ -66,6 +66,11 @@ def make_prompt(runner: EpisodeRunner) -> Prompt:
     return Prompt(4, "How many?", runner.parts.renderer.prompt([ASK]), messages=(ASK,))
 
 
+def counts(sample: Sample) -> dict[str, float]:
+    """Return the metrics of an episode that are no times."""
+    return {name: value for name, value in sample.metrics.items() if not name.endswith("_s")}
+
+
 def roll_out(runner: EpisodeRunner, prompt: Prompt | None = None) -> Sample:
     """Roll out one episode."""
 

@@ -8,7 +8,7 @@ import pytest
 from grpo_mp.rollout.protocol import Task
 from tests.episode_page import read_example
 from tests.episodes.test_chat import make_renderer
-from tests.rollout.engineless import TextClient, make_runner, roll_out
+from tests.rollout.engineless import TextClient, counts, make_runner, roll_out
 
 anthropic = pytest.importorskip("anthropic")
 HERE = str(Path(__file__))
@@ -91,7 +91,7 @@ def test_turns_tools_and_sub_agents_of_a_harness_are_trained_on_token_by_token()
         make_runner(client, "openai_agent", function_args={"agent": f"{HERE}:calling"}, tool_parser="qwen25")
     )
     assert (sample.error, sample.episode_reward) == ("", 7.0)
-    assert sample.metrics == {"turns": 3, "forks": 1}
+    assert counts(sample) == {"turns": 3, "forks": 1}
     (alone,) = sample.earlier
     assert TOKENIZER.decode(alone.tokens) == "hello<|im_end|>"
     sampled = [[*TOKENIZER.encode(text, add_special_tokens=False)] for text in (client.texts[0], client.texts[2])]

@@ -31,7 +31,7 @@ from grpo_mp.utils.types import Prompt, Sample, SampleGroup
 from tests.conftest import TinyRun
 from tests.episodes.test_chat import make_renderer
 from tests.rollout import engineless
-from tests.rollout.engineless import TextClient, make_runner
+from tests.rollout.engineless import TextClient, counts, make_runner
 from tests.trainer.one_step import make_batch
 
 HERE = str(Path(__file__))
@@ -81,7 +81,7 @@ def test_a_row_of_parquet_has_nulls_and_its_conversation_goes_on(tmp_path: Path)
     for prompt in prompts:
         sample = roll_out(client, "two_turns", prompt)
         assert (sample.state, sample.error) == ("completed", "")
-        assert sample.metrics == {"turns": 2, "forks": 0}
+        assert counts(sample) == {"turns": 2, "forks": 0}
         assert client.tokenizer.decode(sample.tokens).count("more") == 1
 
 
@@ -141,7 +141,7 @@ def test_conversations_go_on_by_turns() -> None:
     """The template would leave the thoughts out of what it renders anew."""
     client = text_client(*TEXTS)
     sample = roll_out(client, "by_turns")
-    assert (sample.error, sample.metrics) == ("", {"turns": 6, "forks": 2})
+    assert (sample.error, counts(sample)) == ("", {"turns": 6, "forks": 2})
     ids = sampled_ids(client)
     assert own_turns(sample) == [[ids[1], ids[3]], [ids[0], ids[2], ids[4]], [ids[5]]]  # B, A, C
     of_b, of_a, of_c = sample.sequences
@@ -188,7 +188,7 @@ def test_arguments_that_are_no_object_reach_the_agent_as_they_were_written() -> 
     sample = roll_out(
         client, "openai_agent", function_args={"agent": f"{HERE}:agent_with_broken_calls"}, tool_parser="test"
     )
-    assert (sample.error, sample.metrics) == ("", {"turns": 2, "forks": 0})
+    assert (sample.error, counts(sample)) == ("", {"turns": 2, "forks": 0})
 
 
 async def without_thoughts(task: Task, policy: Policy) -> Episode:
@@ -205,7 +205,7 @@ async def without_thoughts(task: Task, policy: Policy) -> Episode:
 def test_every_sampled_token_is_trained_on_once_after_what_it_was_sampled_after() -> None:
     client = text_client(*TEXTS[:3])
     sample = roll_out(client, "without_thoughts")
-    assert (sample.state, sample.metrics) == ("completed", {"turns": 3, "forks": 2})
+    assert (sample.state, counts(sample)) == ("completed", {"turns": 3, "forks": 2})
     assert [part.prompt_tokens for part in sample.sequences] == client.prompts
     assert [part.tokens for part in sample.sequences] == sampled_ids(client)
     for number, part in enumerate(sample.sequences, start=1):

@@ -20,7 +20,7 @@ from grpo_mp.rollout.episodes import with_failures
 from grpo_mp.rollout.protocol import Episode, Policy, Task
 from grpo_mp.utils.types import EpisodeState, Prompt, Sample, SampleGroup
 from tests.rollout.conftest import Logprobs
-from tests.rollout.engineless import TextClient, make_prompt, make_runner, roll_out_virtually
+from tests.rollout.engineless import TextClient, counts, make_prompt, make_runner, roll_out_virtually
 from tests.test_extending import EXAMPLES
 from tools.tiny.products import tokenizer as calculator_tokenizer
 
@@ -64,7 +64,7 @@ def test_tokens_of_all_turns_have_the_logprobs_of_the_policy(
         assert 0 < sample.given_tokens == len(sample.tokens) - len(places)
         assert sample.routed_experts is not None
         assert len(sample.routed_experts) == len(sequence) - 1
-        assert sample.metrics == {"said": 3, "turns": 3, "forks": 0}
+        assert counts(sample) == {"said": 3, "turns": 3, "forks": 0}
         assert [reward for _, reward in sample.step_rewards] == [1, 2, 3]
         assert sample.step_rewards[-1][0] == len(sample.tokens) - 1
         assert (sample.state, sample.episode_reward) == ("completed", 0.5)
@@ -102,7 +102,7 @@ def test_turns_of_a_second_handle_are_not_recorded() -> None:
     client = TextClient(calculator_tokenizer(), ["7<|im_end|>"], 5.0)
     runner = make_runner(client, f"{HERE}:self_play", limits={"episode_s": 1.0, "turns": 2})
     played, slow = roll_out_virtually(runner, 2)
-    assert played.metrics == {"others": 2, "turns": 2, "forks": 0}
+    assert played.metrics == {"others": 2, "turns": 2, "forks": 0, "turn_s": 5.0}
     assert played.prompt_tokens == make_prompt(runner).tokens
     assert sum(played.generated) == 4  # of 8: each answer has two
     assert slow.state == "timeout"  # the clock runs again after turns of both at a time

@@ -18,7 +18,7 @@ from grpo_mp.rollout.protocol import Task
 from grpo_mp.utils.errors import UserError
 from tests.episode_page import read_example
 from tests.rollout.conftest import Logprobs
-from tests.rollout.engineless import TextClient, cut_at_stop, make_runner
+from tests.rollout.engineless import TextClient, counts, cut_at_stop, make_runner
 from tests.rollout.engineless import roll_out as roll_out_alone
 from tools.tiny.calculator import calculator
 from tools.tiny.products import tokenizer as calculator_tokenizer
@@ -114,7 +114,7 @@ def test_an_agents_turns_are_an_episode(roll_out: RollOut, model_folder: Path, e
     prompt, group = roll_out("openai_agent", function_args=args, limits={"turns": 2})
     assert [(sample.state, sample.error) for sample in group.samples] == [("truncated", "")] * 2
     assert [sample.episode_reward for sample in group.samples] == [0.5, 0.5]
-    assert [sample.metrics for sample in group.samples] == [{"turns": 2, "forks": 0}, {"turns": 2, "forks": 1}]
+    assert [counts(sample) for sample in group.samples] == [{"turns": 2, "forks": 0}, {"turns": 2, "forks": 1}]
     kept, forked = group.samples
     assert kept.prompt_tokens == prompt.tokens != forked.prompt_tokens
     assert kept.given_tokens > 0 == forked.given_tokens

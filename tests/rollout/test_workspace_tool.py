@@ -50,6 +50,8 @@ def test_sampled_tokens_are_trained_on_and_results_are_given() -> None:
     given = [token for token, own in zip(sample.tokens, sample.generated, strict=True) if not own]
     assert "<|tool|>def price(a, b):\n    return a + b" in words.decode(given)
     assert "<|tool|>edited price.py" in words.decode(given)
+    assert set(sample.metrics) >= {"turn_s", "bash_s", "edit_s"}
+    assert 0 < sample.metrics["bash_s"] < 60
 
 
 def test_a_row_whose_setup_fails_is_an_error_of_the_episode() -> None:

@@ -89,13 +89,14 @@ def test_rewards_and_lengths_of_a_step() -> None:
 
 
 def test_episodes_are_counted_by_state() -> None:
-    one = replace(INFOS[0], state="completed", given_tokens=2, metrics={"turns": 3.0})
+    one = replace(INFOS[0], state="completed", given_tokens=2, metrics={"turns": 3.0, "bash_s": 1.5})
     metrics = rollout_metrics([one, replace(one, state="timeout", given_tokens=4, metrics={"turns": 1.0})], 4)
     found = {name: value for name, value in metrics.items() if "episode" in name or "given" in name}
     assert found == {
         **{f"rollout/episodes/{state}": 0.0 for state in ("truncated", "error")},
         **{f"rollout/episodes/{state}": 0.5 for state in ("completed", "timeout")},
         "rollout/episode/turns": 2.0,
+        "time/episode/bash_s": 1.5,  # of the episodes that called it
         "rollout/given_tokens/mean": 3.0,
     }
     assert all(find_metric(name, "scalar") for name in found)

@@ -1,6 +1,7 @@
 """The report of a run: warnings, settings, scores, charts, times and answers in one HTML file."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ STEPS = 4  # steps whose answers are shown
 # Recurring questions, and how often each is shown
 QUESTIONS = 2
 TIMES = 6
+PLACE = re.compile(r"^prompt \d+, sample \d+(?:, turn \d+)?: ")  # begins the error of an episode
+KIND_CHARACTERS = 80  # of an error, by which failures are counted
+KINDS = 10  # rows of the table of failures
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,14 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """A message of an episode after its prompt. `role`: who wrote it, and whether it is trained on."""
+
+    role: str
+    text: str
+
+
+@dataclass(frozen=True)
 class Answer:
     """A sampled answer. `why`: reason for the selection, such as "best"; `facts`: reward, correctness and length."""
 
@@ -49,6 +61,7 @@ class Answer:
     expected: str
     response: str
     facts: str
+    turns: Sequence[Turn] = ()  # of an episode
 
 
 @dataclass(frozen=True)
@@ -83,7 +96,12 @@ def build_report(run: RunRecords) -> Report:
         Section("policy", "Policy and engine", charts_of("policy", run)),
         Section("time", "Where the time went", charts_of("time", run), [time_table(run)]),
         Section("memory", "Memory", charts_of("memory", run)),
-        Section("samples", "Answers to read", answers=[*choose_answers(run), *recurring_questions(run)]),
+        Section(
+            "samples",
+            "Answers to read",
+            tables=failure_tables(run),
+            answers=[*choose_answers(run), *recurring_questions(run)],
+        ),
     )
     filled = [section for section in sections if section.charts or section.tables or section.answers]
     return Report(run.name, verdict(run, len(warnings)), warnings, filled)
@@ -141,7 +159,7 @@ def scores_tables(run: RunRecords) -> list[Table]:
 def time_table(run: RunRecords) -> Table:
     """Return a table of each phase's mean seconds per step and share of the step."""
     steps = [line for line in run.metrics if isfinite(line.get("time/step_s", float("nan")))]
-    names = dict.fromkeys(name for line in steps for name in line if name.startswith("time/") and name.endswith("_s"))
+    names = dict.fromkeys(name for line in steps for name in line if re.fullmatch(r"time/[a-z_]+_s", name))
     rows = []
     for name in names:
         pairs = [(line.get(name, 0.0), line["time/step_s"]) for line in steps if isfinite(line.get(name, 0.0))]
@@ -149,6 +167,18 @@ def time_table(run: RunRecords) -> Table:
             part = fmean(seconds for seconds, _ in pairs)
             rows.append((name[5:-2], f"{part:.3g} s ({part * len(pairs) / whole:.1%})"))
     return Table("Seconds of a step, mean", ("phase", "seconds"), tuple(rows))
+
+
+def failure_tables(run: RunRecords) -> list[Table]:
+    """Return a table of the failed episodes by kind, empty if none failed."""
+    lines = [line for by_step in (run.samples, run.eval_samples) for part in by_step.values() for line in part]
+    kinds = Counter(PLACE.sub("", str(line["error"]))[:KIND_CHARACTERS] for line in lines if line.get("error"))
+    rows = tuple((kind, str(count)) for kind, count in kinds.most_common(KINDS))
+    return (
+        [Table(f"Failed episodes, of {len(lines)} samples that were read", ("failure", "episodes"), rows)]
+        if rows
+        else []
+    )
 
 
 def choose_answers(run: RunRecords) -> Iterator[Answer]:
@@ -185,14 +215,30 @@ def _question(line: Line) -> tuple[str, str]:
 def _answer(why: str, step: int, line: Line) -> Answer:
     reward = line.get("reward")
     correct = line.get("is_correct")
+    turns = [Turn(_role(message), shortened(_text(message))) for message in line.get("messages") or ()]
     facts = [
+        str(line.get("state") or ""),
         f"reward {reward:g}" if isinstance(reward, int | float) else "",
         "" if correct is None else "right" if correct else "wrong",
         f"{line.get('tokens', '?')} tokens",
-        "truncated" if line.get("truncated") else "",
+        "truncated" if line.get("truncated") and not line.get("state") else "",
+        str(line.get("error") or ""),
     ]
     texts = {key: shortened(str(line.get(key) or "")) for key in ("prompt", "expected", "response")}
-    return Answer(why, step, **texts, facts=", ".join(filter(None, facts)))
+    return Answer(why, step, **texts, facts=", ".join(filter(None, facts)), turns=turns)
+
+
+def _role(message: Mapping[str, Any]) -> str:
+    is_policy = message.get("role") == "assistant"
+    return "policy, trained on" if is_policy else f"{message.get('name') or message.get('role')}, given"
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    """Return the content of a message and its tool calls."""
+    calls = [call.get("function") or {} for call in message.get("tool_calls") or ()]
+    return "\n".join(
+        [str(message.get("content") or ""), *(f"{call.get('name')}({call.get('arguments')})" for call in calls)]
+    )
 
 
 def shortened(text: str) -> str:
