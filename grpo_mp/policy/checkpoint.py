@@ -119,7 +119,7 @@ def load_policy(policy: TrainedModel, folder: Path) -> None:
         )
     if common["adapters"] != policy.adapters:
         raise UserError(
-            f"{folder}: the checkpoint's adapters are {common['adapters'] or 'none'}, those of model.lora "
+            f"{folder}: the checkpoint's adapters are {common['adapters'] or 'none'}, the adapters of model.lora "
             f"{policy.adapters or 'none'}: set it as it was, or start with another run.folder"
         )
     # A layout has separate optimizers for dense and expert parameters only if their sharding differs. Both are at the

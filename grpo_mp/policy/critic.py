@@ -50,7 +50,7 @@ class Critic(TrainedModel):
     def values(self, microbatches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return the values [T] of each micro-batch; an empty list on all but the last pipeline stage.
 
-        The value at a position is that of the state after its token, before the next token is sampled.
+        The value at a position belongs to the state after its token, before the next token is sampled.
         """
         return self._outputs(_without_replay(microbatches))
 

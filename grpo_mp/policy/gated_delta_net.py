@@ -19,7 +19,7 @@ from grpo_mp.utils.errors import UserError
 
 
 class OutputNorm:
-    """Norm of a gated delta net's output. Its weight is not centred on zero, as other norms' are."""
+    """Norm of a gated delta net's output. Unlike weights of other norms, its weight is not centred on zero."""
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float) -> nn.Module:  # type: ignore[misc]
         own = copy(config)

@@ -23,7 +23,7 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.utils.errors import UserError, did_you_mean
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# As PyTorch's GradScaler. Megatron's 2**32 and its patience of one more overflow would cost over 16 updates of a run.
+# Values of PyTorch's GradScaler. From Megatron's first scale, 2**32, a run would skip its first updates one by one.
 LOSS_SCALING = {"initial_loss_scale": 2.0**16, "hysteresis": 1}
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -62,10 +62,10 @@ RESERVED: dict[str, str] = {  # fields that the run sets itself, with what to do
     **{"fp8": "set training.fp8_format", "fp8_recipe": "blockwise is the only one"},
     **dict.fromkeys(("fp8_param", "fp8_param_gather"), "a weight sync and checkpoints read weights in model.dtype"),
     "perform_initialization": "every weight is read from the checkpoint",
-    **dict.fromkeys(ARCHITECTURE, "it is the model's, whose config.json says it"),
+    **dict.fromkeys(ARCHITECTURE, "config.json of the model sets it"),
     **dict.fromkeys(("hidden_dropout", "attention_dropout"), "engines have none, and would not agree with the policy"),
 }
-# Makes the precision-aware optimizer keep the same state as the ordinary one: whole main weights, here in Adam's state.
+# With these the precision-aware optimizer has the state of the ordinary one: whole main weights, here in Adam's state.
 WHOLE_STATE = {"use_precision_aware_optimizer": True, "store_param_remainders": False}
 
 

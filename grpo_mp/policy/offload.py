@@ -22,7 +22,7 @@ def move_optimizer(
     """Move an optimizer's state to pinned host memory or back, and with `with_parameters` also its parameters.
 
     `host`: tensors in pinned memory, allocated at the first offload; `with_parameters`: parameters are separate main
-    weights. Those of the precision-aware optimizer are views of the model's weights and must stay.
+    weights. Parameters of the precision-aware optimizer are views of the model's weights and must stay.
     """
     tensors = [param for group in optimizer.param_groups for param in group["params"]] if with_parameters else []
     values = (value for state in optimizer.state.values() for value in state.values())

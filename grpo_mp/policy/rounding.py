@@ -18,7 +18,7 @@ def rounding_noise(models: Iterable[nn.Module], precision: str, seed: int) -> It
     """Inside the context, change the inputs of all linear layers by up to the rounding error of `precision`.
 
     Each value is multiplied by 1 + u, with u uniform in +-UNIT_ROUNDOFF[precision]. The outputs then differ as much as
-    those of two equally correct implementations. `precision`: int4 is that of routed experts beside bfloat16.
+    outputs of two equally correct implementations. `precision`: int4 means INT4 in routed experts, bfloat16 elsewhere.
     """
     generators: dict[torch.device, torch.Generator] = {}
 

@@ -1,9 +1,9 @@
 """Routing replay: routers use experts that were chosen earlier, by the engine (R3) or in the old-logprob pass (R2).
 
 A Megatron router passes its scores to its `router_replay`. Unlike Megatron's RouterReplay, LayerReplay replays only the
-rows with recorded experts, and finds out which forwards are recomputed. If the recorded experts of a row are those that
-the router chooses, the router's order is kept, so the rounding does not change. The weights of the experts always come
-from the router's scores and carry its gradient.
+rows with recorded experts, and finds out which forwards are recomputed. If the router itself chooses the
+recorded experts of a row, the router's order remains, so the rounding does not change. The weights of the experts
+always come from the router's scores and carry its gradient.
 """
 
 from collections import deque

@@ -136,7 +136,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _has_own_float32_sum(weight: Tensor) -> bool:
-    """Whether Megatron sums the weight's gradients in float32, and only the output layer's.
+    """Return whether the weight has a float32 sum of gradients to which only the output layer adds.
 
     Megatron marks a weight that is the embedding's, too, by one of two attributes.
     """

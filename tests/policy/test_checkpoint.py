@@ -118,6 +118,6 @@ def test_a_checkpoint_of_other_adapters_is_refused(parallel: Parallel, tmp_path:
     for changed, words in ((fewer, "of rank 2 and alpha 4 on o_proj q_proj"), (scaled, "of rank 2 and alpha 8 on all")):
         policy = Policy(check_settings(changed, "test"), parallel, with_reference=False)
         with pytest.raises(
-            UserError, match=rf"adapters are of rank 2 and alpha 4 on all-linear, those of model.lora {words}"
+            UserError, match=rf"adapters are of rank 2 and alpha 4 on all-linear, the adapters of model.lora {words}"
         ):
             load_policy(policy, tmp_path / "saved")
