@@ -68,6 +68,8 @@ class Limit:
     def groups(self, load: EngineLoad, in_flight: int, group_size: int, longest: int) -> int:
         """Return how many groups may be in flight, at least 1. `in_flight`: now; `longest`: tokens of a sample."""
         fitting = min(load.max_tokens // longest, load.max_running)  # without any preemption
+        if not load.running + load.waiting:
+            fitting = max(fitting, self.most_running)  # a step begins with as many as ran before
         queue = QUEUE if load.waiting else 1  # an engine that has started all requests gets as many again
         queued = load.running + max(2 * group_size, queue * load.running)
         room = min(self.requests, max(fitting, queued)) - load.running - load.waiting

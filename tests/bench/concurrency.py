@@ -2,7 +2,7 @@
 
 A real SGLang server on the CPU generates steps of groups whose response lengths are lognormal, as a rollout does. The
 cache holds about a tenth of a step's requests, so that many groups preempt each other, and few leave it empty.
-Each repetition runs every fixed number and auto once, on the same server; auto begins each step without experience.
+Each repetition runs every fixed number and auto once, on the same server; auto has the experience of a step.
 Rates are by wall time, and by CPU time of the engine's scheduler, which other work on the machine disturbs less.
 """
 
@@ -85,15 +85,14 @@ class NoScores:
         return self
 
 
-async def generate(client: EngineClient, scheduler: psutil.Process, groups: int | None, name: str) -> Run:
-    """Generate a step. `groups`: in flight at a time; None: auto; `name`: of the stream, unique."""
+async def generate(client: EngineClient, scheduler: psutil.Process, limit: LaunchLimit, name: str) -> Run:
+    """Generate a step. `name`: of the stream, unique."""
     draw = random.Random(0)
     prompts = [Prompt(i, "", tuple(draw.choices(range(100), k=PROMPT_TOKENS))) for i in range(GROUPS)]
     rule = AdmissionRule(GROUPS, GROUPS, GROUPS)
     task = RolloutTask(prompts.__getitem__, GROUP_SIZE, 0, 1, SamplingParams(LONGEST))
     tokenizer: Any = SimpleNamespace(get_added_vocab=dict, batch_decode=lambda tokens, **_: [""] * len(tokens))
     scorer: Any = NoScores()
-    limit = LaunchLimit(client.load, PROMPT_TOKENS + LONGEST, groups, GROUPS)
     worker = RolloutWorker(client, scorer, tokenizer, LIMIT_S, lambda error: None, limit=limit)
     await client.flush_cache_when_idle()
     before_s = time.monotonic()
@@ -107,10 +106,12 @@ async def generate(client: EngineClient, scheduler: psutil.Process, groups: int 
 
 
 async def measure(client: EngineClient, scheduler: psutil.Process, repetitions: int, fixed: Sequence[int]) -> None:
-    runs: dict[int | None, list[Run]] = {groups: [] for groups in (*fixed, None)}
+    numbers = (None, *fixed)  # None: auto
+    limits = {groups: LaunchLimit(client.load, PROMPT_TOKENS + LONGEST, groups, GROUPS) for groups in numbers}
+    runs: dict[int | None, list[Run]] = {groups: [] for groups in numbers}
     for repetition in range(-1, repetitions):  # the first warms up
         for groups, of_groups in runs.items():
-            run = await generate(client, scheduler, groups, f"{repetition}/{groups}")
+            run = await generate(client, scheduler, limits[groups], f"{repetition}/{groups}")
             of_groups.extend([run] * (repetition >= 0))
             print(repetition, groups, round(run.tokens_per_s), round(run.tokens_per_cpu_s), run.metrics, flush=True)
             if repetition < 0:

@@ -241,6 +241,9 @@ def load_of(running: int, waiting: int = 0, tokens: int = 6000, most: int = 10**
         (load_of(0, tokens=0), Limit(), 0, 2),
         (load_of(10, 4), Limit(), 7, 8),  # a group waits: another one may
         (load_of(10, 5), Limit(), 7, 7),
+        (load_of(0), Limit(most_running=22), 0, 5),  # as many as before
+        (load_of(1), Limit(most_running=22), 1, 3),
+        (load_of(0), Limit(12.0, most_running=22), 0, 3),
         (load_of(40), Limit(), 12, 12 + 10),  # it has started all: as many again
         (load_of(40, 1), Limit(), 12, 12 + 2),  # up to ten may wait
         (load_of(40, 7), Limit(), 12, 12),
