@@ -17,6 +17,7 @@ DATA_SOURCES: Registry[ExtensionFunction] = Registry(
     {
         **{name: LazyEntry(f"grpo_mp.data.rows:read_{name}") for name in ("jsonl", "parquet", "datasets")},
         "verifiers": LazyEntry("grpo_mp.rollout.verifiers_env:read_environment"),
+        "harbor": LazyEntry("grpo_mp.rollout.harbor:read_tasks"),
     },
     parameters=("name",),
 )

@@ -1,5 +1,6 @@
 """The tools `bash` and `edit` in a sandbox that holds the repository of a data row; its tests give the reward."""
 
+import json
 import shlex
 import weakref
 from collections.abc import Mapping
@@ -30,8 +31,8 @@ class Workspace:
     ) -> None:
         """Check the sandbox.
 
-        `sandbox`: its kind, see Sandboxes; columns of the data row may stand in braces, as in "docker:{image}".
-        `folder`: of the repository, in which commands run. `timeout_s`: limit of one command; `memory_gb`: of each
+        `sandbox`: its kind, see Sandboxes. `folder`: of the repository, in which commands run. Both may have columns of
+        the data row in braces, as in "docker:{image}". `timeout_s`: limit of one command; `memory_gb`: of each
         process; `disk_gb`: size of the sandbox's working folder, in memory.
         """
         self._kind = sandbox
@@ -50,8 +51,10 @@ class Workspace:
 
         Columns: `files` {path: text}, written first; `setup`, a command run after that; `tests` {path: text}, written
         when the episode has ended; `test_command`, whose exit status 0 is reward 1 (default: python3 -m pytest -q).
+        With `reward_from_output` the last line that the command prints is the reward: a number, or JSON with `reward`.
         """
         self._columns = columns
+        self._folder = self._folder.format_map(columns)
         self._sandbox = _sandboxes(self._kind.format_map(columns), self._limits).start()
         weakref.finalize(self, self._sandbox.stop)
         self._write(columns.get("files"))
@@ -90,10 +93,13 @@ class Workspace:
         return f"edited {path}"
 
     def get_reward(self) -> float:
-        """Write the tests and run the test command; return 1 if it succeeds, else 0."""
+        """Write the tests, run the test command, and return the reward, see `reset`."""
         self._write(self._columns.get("tests"))
         command = self._columns.get("test_command") or "python3 -m pytest -q"
-        return float(self._run(command, self._test_timeout_s).status == 0)
+        outcome = self._run(command, self._test_timeout_s)
+        if outcome.status is None or not self._columns.get("reward_from_output"):
+            return float(outcome.status == 0)
+        return read_number(outcome.stdout)
 
     def _run(self, command: str, timeout_s: float) -> Any:
         in_folder = f"cd {shlex.quote(self._folder)} || exit 1\n{command}"
@@ -105,6 +111,17 @@ class Workspace:
 
     def _place(self, path: str) -> str:
         return f"{self._folder}/{path}" if not path.startswith("/") else path
+
+
+def read_number(output: str) -> float:
+    """Return the reward in the last line of an output; 0 if there is none, because the tests did not end."""
+    lines = output.strip().splitlines()
+    try:
+        value = json.loads(lines[-1]) if lines else 0.0
+    except ValueError:
+        return 0.0
+    value = value.get("reward") if isinstance(value, dict) else value
+    return float(value) if isinstance(value, int | float) else 0.0
 
 
 @cache

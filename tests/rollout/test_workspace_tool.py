@@ -9,8 +9,11 @@ from typing import Any
 import psutil
 import pytest
 
+from grpo_mp.data.rows import read_rows
+from grpo_mp.rollout.harbor import REWARDS, read_tasks
 from grpo_mp.rollout.protocol import ToolCall, ToolResult
 from grpo_mp.rollout.tools import EpisodeTools, ToolKit, load_tools
+from grpo_mp.rollout.workspace_tool import read_number
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import Sample
 from tests.rollout.engineless import TextClient, make_prompt, make_runner, roll_out
@@ -131,3 +134,57 @@ def test_problems_fail_their_tests_until_they_are_repaired(tmp_path: Path) -> No
             except AssertionError:
                 outcomes.append("failed")
         assert outcomes == ["failed", "passed"]
+
+
+def make_task(folder: Path, settings: str = "") -> Path:
+    """A task as `harbor init` lays it out, whose tests give half a reward for a file and all for its content."""
+    for name in ("environment", "tests"):
+        (folder / name).mkdir(parents=True)
+    (folder / "task.toml").write_text('version = "1.0"\n[verifier]\ntimeout_sec = 60.0\n' + settings)
+    (folder / "instruction.md").write_text("Write hello into greeting.txt.")
+    (folder / "environment/Dockerfile").write_text("FROM debian:12\nWORKDIR /app\nRUN true\n")
+    (folder / "tests/test.sh").write_text(
+        f"if [ ! -e greeting.txt ]; then n=0; elif grep -q hello greeting.txt; then n=1; else n=0.5; fi\n"
+        f"echo noise; echo $n > {REWARDS}/reward.txt\n"
+    )
+    return folder
+
+
+def test_tasks_of_harbor_are_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_task(tmp_path / "greeting")
+    make_task(tmp_path / "more" / "named", '[environment]\ndocker_image = "registry/named:1"\nworkdir = "/srv"\n')
+    first, second = read_rows(str(tmp_path), "harbor").columns
+    assert (first["question"], first["image"], first["folder"]) == (
+        "Write hello into greeting.txt.",
+        "greeting",
+        "/app",
+    )
+    assert (second["task"], second["image"], second["folder"]) == ("named", "registry/named:1", "/srv")
+    (tmp_path / "greeting/task.toml").write_text("[[steps]]\n")
+    with pytest.raises(UserError, match="greeting: a task of several steps is not supported"):
+        read_rows(str(tmp_path), "harbor")
+    (tmp_path / "greeting/task.toml").write_text('[verifier]\nenvironment_mode = "separate"\n')
+    with pytest.raises(UserError, match="greeting: tests in a container of their own are not supported"):
+        read_rows(str(tmp_path), "harbor")
+    with pytest.raises(UserError, match=r"no folder with a task\.toml"):
+        read_rows(str(tmp_path / "more/named/tests"), "harbor")
+
+
+@pytest.mark.parametrize(
+    ("command", "reward"), [("touch greeting.txt", 0.5), ("echo hello > greeting.txt", 1.0), ("ls", 0.0)]
+)
+def test_the_tests_of_a_harbor_task_give_the_reward(tmp_path: Path, command: str, reward: float) -> None:
+    """In bubblewrap, where only the working folder can be written; in a container the places are Harbor's own."""
+    (row,) = read_tasks(str(make_task(tmp_path / "greeting")))
+    text = json.dumps(row).replace("/tests/", "/program/tests/").replace(REWARDS, "/program/logs")
+    row = json.loads(text) | {"folder": ".", "image": ""}
+    kit, tools = open_workspace(row, sandbox="bubblewrap{image}", folder="{folder}")
+    call(tools, "bash", command=command)
+    assert LOOP.run_until_complete(tools.reward()) == reward
+    LOOP.run_until_complete(tools.close())
+    LOOP.run_until_complete(kit.close())
+
+
+def test_a_reward_is_the_last_line_that_the_tests_print() -> None:
+    lines = ['{"reward": 0.25, "parts": 3}', "0.5\n", "12 passed\n1", "killed", "", "null", '{"speed": 1}']
+    assert [read_number(line) for line in lines] == [0.25, 0.5, 1.0, 0.0, 0.0, 0.0, 0.0]
