@@ -1,4 +1,4 @@
-"""An environment of OpenEnv as a class of tools, over the WebSocket protocol of its server (`openenv` 0.2 to 0.10)."""
+"""An environment of OpenEnv as a class of tools, over the WebSocket protocol of its server (`openenv` 0.10)."""
 
 import importlib
 import json

@@ -22,4 +22,4 @@ def test_settings_of_the_page_are_accepted(heading: str, tmp_path: Path) -> None
 
 
 def test_each_example_is_read() -> None:
-    assert len(WITH_SETTINGS) == PAGE.count("```yaml") == 10
+    assert len(WITH_SETTINGS) == PAGE.count("```yaml") == 11
