@@ -15,7 +15,7 @@ from grpo_mp.rollout.openai_agent import run_agent
 from grpo_mp.rollout.protocol import Episode, Policy, Task
 from grpo_mp.utils.errors import UserError, one_line
 
-VERSIONS = "verifiers>=0.1.14,<0.2"
+VERSIONS = "verifiers>=0.1.14,<0.4"
 FIELDS = ("prompt", "answer", "info", "task", "example_id")  # columns of a data row that `run_rollout` needs
 
 
