@@ -4,14 +4,16 @@ import json
 import shlex
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 from grpo_mp.sandbox.protocol import Limits, Sandbox
 from grpo_mp.sandbox.sandboxes import Sandboxes
 
 SECTION = "rollout.tool_args grpo_mp.rollout.workspace_tool:Workspace"
-GIB = 2**30
+LIMITS = Limits(memory_bytes=2**31, processes=64, file_bytes=2**29, folder_bytes=2**29)
 STATUS_OF_TIME_LIMIT = "the command was ended at its time limit"
 
 
@@ -24,23 +26,19 @@ class Workspace:
         folder: str = ".",
         timeout_s: float = 30.0,
         test_timeout_s: float = 120.0,
-        memory_gb: float = 2.0,
-        disk_gb: float = 0.5,
-        processes: int = 64,
-        network: bool = False,
+        limits: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Check the sandbox.
 
         `sandbox`: its kind, see Sandboxes. `folder`: of the repository, in which commands run. Both may have columns of
-        the data row in braces, as in "docker:{image}". `timeout_s`: limit of one command; `memory_gb`: of each
-        process; `disk_gb`: size of the sandbox's working folder, in memory.
+        the data row in braces, as in "docker:{image}". `timeout_s`: of one command; `limits`: of the sandbox that
+        differ from LIMITS, such as {"network": True}.
         """
         self._kind = sandbox
         self._folder = folder
         self._timeout_s = timeout_s
         self._test_timeout_s = test_timeout_s
-        disk_bytes = int(disk_gb * GIB)
-        self._limits = Limits(int(memory_gb * GIB), processes, disk_bytes, disk_bytes, network=network)
+        self._limits = replace(LIMITS, **limits)
         if "{" not in sandbox:
             _sandboxes(sandbox, self._limits)
         self._columns: Mapping[str, Any] = {}
