@@ -175,6 +175,29 @@ def estimate_process(
     return [values.flip(0).cumsum(0).flip(0) for values in step_advantages]
 
 
+def estimate_roles(
+    samples: Sequence[SampleInfo], advantage: AdvantageConfig, weights: Mapping[str, float]
+) -> list[Tensor]:
+    """Normalize the rewards of each role over the group's episodes; return them for all tokens of the role's sequences.
+
+    Role-conditioned advantages, as in SPIRAL (arXiv 2506.24119, section 3.3). There the baseline is a moving average by
+    game and role; here the settings under `advantage` apply, by prompt and role. The reward of a role is the sum of a
+    sequence's step rewards, see `Episode.with_role_rewards`.
+    """
+    played = [
+        (number, sequence.role, sum(reward for _, reward in sequence.step_rewards))
+        for number, sample in enumerate(samples)
+        for sequence in sample.sequences
+    ]
+    roles = sorted({(samples[number].group_id, role) for number, role, _ in played})
+    ids = [roles.index((samples[number].group_id, role)) for number, role, _ in played]
+    values = iter(outcome_advantages([reward for _, _, reward in played], ids, advantage))
+    return [
+        torch.cat([torch.full((one.response_tokens,), next(values), dtype=torch.float64) for one in sample.sequences])
+        for sample in samples
+    ]
+
+
 def distillation_advantages(policy: Tensor, teacher: Tensor, distillation: DistillationConfig) -> Tensor:
     """Return coef * (log p_teacher - log p_policy) of each sampled token, float64 [T].
 

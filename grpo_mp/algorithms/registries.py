@@ -59,7 +59,10 @@ POLICY_LOSSES: Registry[Any] = Registry(
 )
 ADVANTAGE_ESTIMATORS: Registry[Any] = Registry(
     "advantage estimator",
-    {"pass_at_k": LazyEntry("grpo_mp.algorithms.advantages:estimate_pass_at_k")},
+    {
+        "pass_at_k": LazyEntry("grpo_mp.algorithms.advantages:estimate_pass_at_k"),
+        "roles": LazyEntry("grpo_mp.algorithms.advantages:estimate_roles"),
+    },
     parameters=("samples", "advantage", "weights"),
 )
 GROUP_FILTERS: Registry[Any] = Registry(

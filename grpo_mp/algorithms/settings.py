@@ -37,8 +37,8 @@ class AdvantageConfig(Section):
 
     estimator: Annotated[str, AfterValidator(ADVANTAGE_ESTIMATORS.check_name)] | None = Field(
         None,
-        description="pass_at_k (arXiv 2503.19595, verl grpo_passk), or your own 'file.py:function'; null: by level and "
-        "combine",
+        description="pass_at_k (arXiv 2503.19595, verl grpo_passk), roles (of episodes), or your own "
+        "'file.py:function'; null: by level and combine",
     )
     level: Literal["outcome", "process"] = Field(
         "outcome", description="outcome: one advantage for each response; process: rewards of steps (reward.steps)"

@@ -121,6 +121,7 @@ def _sample_info(sample: Sample, group: SampleGroup) -> SampleInfo:
         metrics=sample.metrics,
         verify_steps=sample.verify_steps,
         earlier=tuple(_sample_info(part, group) for part in sample.earlier),
+        role=sample.role,
         part=sample.part,
         is_scored=sample.is_scored,
     )

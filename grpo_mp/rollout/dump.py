@@ -63,6 +63,7 @@ SCHEMA = pa.schema(
         "routed_experts_shape": pa.list_(pa.int32()),
         "kept_ids": TOKENS,  # of truncated sampling, position after position; null: full distribution
         "kept_counts": TOKENS,  # number of kept tokens at each position
+        "role": pa.string(),
     }
 )
 LISTS = ("prompt_tokens", "tokens", "generated", "rollout_logprobs", "weight_versions")
@@ -126,7 +127,7 @@ def _row_of(group: SampleGroup, sample: Sample, selected: bool) -> Row:
     prompt = group.prompt
     experts = sample.routed_experts
     topk = sample.teacher_topk
-    return {name: vars(sample)[name] for name in (*LISTS, *OTHERS, "part")} | {
+    return {name: vars(sample)[name] for name in (*LISTS, *OTHERS, "part", "role")} | {
         "selected": selected,
         "finished": group.finished,
         "prompt_index": prompt.index,
@@ -187,6 +188,7 @@ def _sample(row: Row, part: int = 0) -> Sample:
         routed_experts=experts_of(row["routed_experts"], row["routed_experts_shape"]),
         kept=_kept(row.get("kept_ids"), row.get("kept_counts")),
         part=part,
+        role=row.get("role") or "",
     )
 
 

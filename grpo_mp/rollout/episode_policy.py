@@ -91,6 +91,7 @@ class TokenSequence:
     prompt_messages: int = 0
     renderer: ChatRenderer | None = None  # renderer of the messages, which has the tools
     experts: ExpertIds | None = field(default=None, compare=False, repr=False)
+    role: str = ""
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -159,6 +160,7 @@ class EpisodePolicy:
         max_tokens: int | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         stop: Sequence[str] = (),
+        role: str = "",
     ) -> Turn:
         """Generate one turn, see `Policy`. A failed call does not change the episode."""
         await asyncio.sleep(0)  # a function that retries after every EpisodeLimitError must not block the event loop
@@ -167,7 +169,7 @@ class EpisodePolicy:
         self._generates = True
         try:
             renderer = self._renderer(tools)
-            before, given = self._after(messages, renderer)
+            before, given = self._after(messages, renderer, role)
             with self.watch.generating():
                 output = await self._sample(given.tokens, self._bound(given, max_tokens), stop)
                 turn = await self._as_turn(output, renderer, stop)
@@ -196,9 +198,10 @@ class EpisodePolicy:
             answer=self._answer,
             messages=self._sequence.messages[self._sequence.prompt_messages :],
             turns=self.turns,
-            forks=len(self._earlier),
+            forks=len(self._earlier) + 1 - len({one.role for one in (*self._earlier, self._sequence)}),
             routed_experts=self._sequence.experts,
-            earlier=tuple(RecordedSequence(before.segments, before.experts) for before in self._earlier),
+            earlier=tuple(RecordedSequence(before.segments, before.experts, before.role) for before in self._earlier),
+            role=self._sequence.role,
         )
 
     def count_tokens(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> int:
@@ -219,8 +222,10 @@ class EpisodePolicy:
         """Return the sequences that have generated turns, in reverse order of their last turns."""
         return (one for one in (self._sequence, *reversed(self._earlier)) if one.has_turns)
 
-    def _after(self, messages: Sequence[Message], renderer: ChatRenderer) -> tuple[TokenSequence | None, TokenSequence]:
-        """Return the recorded sequence that a conversation continues, if any, and the sequence to generate after.
+    def _after(
+        self, messages: Sequence[Message], renderer: ChatRenderer, role: str = ""
+    ) -> tuple[TokenSequence | None, TokenSequence]:
+        """Return the role's recorded sequence that a conversation continues, if any, and the one to generate after.
 
         Of a continuation only the messages after the last turn are rendered.
         """
@@ -229,7 +234,9 @@ class EpisodePolicy:
 
         def goes_on(before: TokenSequence) -> bool:
             known = len(before.messages)
-            is_same = renderer == before.renderer and said[:known] == [*map(_said, before.messages)]
+            is_same = (renderer, role) == (before.renderer, before.role) and said[:known] == [
+                *map(_said, before.messages)
+            ]
             return is_same and not any(message["role"] == "assistant" for message in messages[known:])
 
         if before := max(filter(goes_on, self._recorded), key=lambda one: len(one.messages), default=None):
@@ -240,7 +247,8 @@ class EpisodePolicy:
         asked = list(takewhile(lambda message: message["role"] != "assistant", messages))
         asked += _cleaned(messages[len(asked) :], renderer)
         prompt = self.prompt.tokens if is_task else renderer.prompt(asked)
-        return None, TokenSequence((Segment(prompt, generated=False),), tuple(messages), len(messages), renderer)
+        begun = TokenSequence((Segment(prompt, generated=False),), tuple(messages), len(messages), renderer, role=role)
+        return None, begun
 
     def _renderer(self, tools: Sequence[Mapping[str, Any]] | None) -> ChatRenderer:
         """Return the chat renderer for a turn's tools; None: the tools of `rollout.tools`."""

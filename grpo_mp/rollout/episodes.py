@@ -17,7 +17,7 @@ from grpo_mp.data.template import ChatRenderer
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.rollout.client import EngineClient, SamplingParams
 from grpo_mp.rollout.episode_policy import EpisodeAbortedError, EpisodeContext, EpisodePolicy, EpisodeWatch
-from grpo_mp.rollout.protocol import Episode, EpisodeLimitError, RolloutFunction, Segment, Task
+from grpo_mp.rollout.protocol import Episode, EpisodeLimitError, RecordedSequence, RolloutFunction, Segment, Task
 from grpo_mp.rollout.tools import EpisodeTools, ToolKit, load_tools
 from grpo_mp.utils.errors import UserError, one_line
 from grpo_mp.utils.types import EpisodeState, ExpertIds, KeptTokens, Message, Prompt, Sample, SampleGroup
@@ -232,10 +232,8 @@ def as_sample(outcome: Outcome, group_id: int, index: int, end_token: int) -> Sa
     group.
     """
     episode = outcome.episode
-    parts = [(one.segments, one.routed_experts) for one in episode.earlier] + [
-        (episode.segments, episode.routed_experts)
-    ]
-    *earlier, last = (_tokens_of(*part, end_token) for part in parts)
+    sequences: list[RecordedSequence | Episode] = [*episode.earlier, episode]
+    *earlier, last = (_tokens_of(one.segments, one.routed_experts, end_token) | {"role": one.role} for one in sequences)
     return Sample(
         group_id,
         index,

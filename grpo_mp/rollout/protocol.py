@@ -136,6 +136,7 @@ class RecordedSequence:
 
     segments: tuple[Segment, ...]
     routed_experts: ExpertIds | None = field(default=None, compare=False, repr=False)
+    role: str = ""
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,8 @@ class Episode:
     `segments`: the sequence with the last turn, prompt first. `earlier`: the other sequences, in order of their last
     turns; all sequences are trained on. `reward`: value of the term `reward.episode`; None: other reward terms score
     the episode. `metrics`: numbers whose mean over the step's episodes is logged. `answer`: the text that reward terms
-    score. `forks`: how often a conversation continued no recorded sequence and began a new one.
+    score. `forks`: how often a conversation continued no recorded sequence and began a new one. `role`: of the sequence
+    with the last turn.
     """
 
     segments: tuple[Segment, ...]
@@ -158,6 +160,7 @@ class Episode:
     forks: int = 0
     routed_experts: ExpertIds | None = field(default=None, compare=False, repr=False)
     earlier: tuple[RecordedSequence, ...] = ()
+    role: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reward", _as_reward(self.reward))
@@ -183,6 +186,22 @@ class Episode:
         return replace(
             self, segments=segments, earlier=tuple(replace(before, segments=own) for before, own in sequences)
         )
+
+    def with_role_rewards(self, rewards: Mapping[str, float]) -> Episode:
+        """Return the episode with a reward for each role, at the last turns of the role's sequences.
+
+        `rewards`: by the `role` of `Policy.generate`; `advantage.estimator=roles` reads them. Raises ValueError if a
+        role with turns has no reward.
+        """
+        if missing := {self.role, *(sequence.role for sequence in self.earlier)} - rewards.keys():
+            raise ValueError(f"no reward of the role {min(missing)!r}: give one for each role with turns")
+
+        def rewarded(segments: tuple[Segment, ...], reward: float) -> tuple[Segment, ...]:
+            last = max(number for number, part in enumerate(segments) if part.generated)
+            return (*segments[:last], replace(segments[last], reward=reward), *segments[last + 1 :])
+
+        earlier = tuple(replace(one, segments=rewarded(one.segments, rewards[one.role])) for one in self.earlier)
+        return replace(self, segments=rewarded(self.segments, rewards[self.role]), earlier=earlier)
 
 
 @dataclass(frozen=True)
@@ -213,6 +232,7 @@ class Policy(Protocol):
         max_tokens: int | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         stop: Sequence[str] = (),
+        role: str = "",
     ) -> Turn:
         """Generate one turn after `messages`, the full conversation so far.
 
@@ -220,9 +240,11 @@ class Policy(Protocol):
         strings in addition to `rollout.stop`; a stop string is removed from the turn's text, but not from its tokens.
         The engine needs a non-empty `rollout.stop` to accept stop strings from your own function.
 
-        Sampled tokens are never encoded again: if the conversation continues a recorded sequence, only the messages
-        after its last turn are rendered. Otherwise a new sequence begins, which counts as a fork. All sequences are
-        trained on. Raises EpisodeLimitError if no turn or token is left, ValueError while another turn is generated.
+        Sampled tokens are never encoded again: if the conversation continues a recorded sequence of the same `role`,
+        only the messages after its last turn are rendered. Otherwise a new sequence begins, which counts as a fork
+        unless it is the first of its role. All sequences are trained on.
+
+        Raises EpisodeLimitError if no turn or token is left, ValueError while another turn is generated.
         """
 
     def episode(

@@ -139,6 +139,7 @@ class Sample:
     kept: KeptTokens | None = field(default=None, compare=False, repr=False)
     earlier: tuple[Sample, ...] = ()  # earlier sequences, oldest first; only their tokens and step rewards are used
     part: int = 0  # number of an earlier sequence, from 1 on; 0: the last or only sequence
+    role: str = ""  # of the policy in this sequence of the episode
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -211,6 +212,7 @@ class SampleInfo:
     metrics: dict[str, float] = field(default_factory=dict)
     earlier: tuple[SampleInfo, ...] = ()  # earlier sequences of a forked episode, see Sample
     part: int = 0  # see Sample
+    role: str = ""  # see Sample
     is_scored: bool = True  # see Sample
 
     @property

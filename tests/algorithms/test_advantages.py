@@ -22,6 +22,7 @@ from grpo_mp.algorithms.advantages import (
 )
 from grpo_mp.algorithms.settings import AdvantageConfig
 from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.types import SampleInfo
 from tests.algorithms.objective import sample_infos
 
 GROUPED_REWARDS = st.lists(
@@ -208,3 +209,28 @@ def test_pass_at_k_rewards_the_lead_of_the_best_sample() -> None:
     by_std = plain.model_copy(update={"scale": "group_std"})
     std = float(np.std([0.2, 0.9, 0.5], ddof=1))
     assert estimate_advantages(load_estimator(by_std), samples, by_std, {})[2] == pytest.approx(0.4 / (std + EPS))
+
+
+def test_roles_are_compared_with_the_same_role_of_the_group() -> None:
+    """The first player always wins in group 0: its advantage is 0, as is the second's, whatever the group's mean."""
+    wins = {0: [(1.0, 0.0)] * 3, 1: [(1.0, 0.0), (0.0, 1.0), (0.0, 1.0)]}
+    infos = []
+    for group, games in wins.items():
+        for index, (first, second) in enumerate(games):
+            other = SampleInfo(group, index, 3, 4, 0.0, False, 0, step_rewards=((3, second),), part=1, role="second")
+            info = SampleInfo(group, index, 3, 5, 0.5, False, 0, step_rewards=((2, first),), earlier=(other,))
+            if (group, index) == (1, 2):  # the first player had the last turn, or the second
+                info = replace(
+                    info,
+                    step_rewards=((2, second),),
+                    role="second",
+                    earlier=(replace(other, step_rewards=((3, first),), role=""),),
+                )
+            infos.append(info)
+    advantage = AdvantageConfig(estimator="roles")
+    found = [torch.as_tensor(values) for values in estimate_advantages(load_estimator(advantage), infos, advantage, {})]
+    assert all(torch.equal(values, torch.zeros(9, dtype=torch.float64)) for values in found[:3])
+    lead, behind = ((value - 1 / 3) / ((1 / 3) ** 0.5 + EPS) for value in (1.0, 0.0))
+    expected = [[-lead] * 4 + [lead] * 5, [-behind] * 4 + [behind] * 5, [behind] * 4 + [-behind] * 5]
+    for values, of_tokens in zip(found[3:], expected, strict=True):
+        assert values.tolist() == pytest.approx(of_tokens)

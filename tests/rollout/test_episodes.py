@@ -108,6 +108,33 @@ def test_turns_of_a_second_handle_are_not_recorded() -> None:
     assert slow.state == "timeout"  # the clock runs again after turns of both at a time
 
 
+async def both_roles(task: Task, policy: Policy) -> Episode:
+    """Both sides ask the same question; index 1 rewards one of them only."""
+    mine = [*task.messages]
+    theirs = [*task.messages]
+    for _ in range(2):
+        mine.append((await policy.generate(mine, max_tokens=4)).message)
+        theirs.append((await policy.generate(theirs, max_tokens=4, role="judge")).message)
+        mine.append({"role": "user", "content": "Again."})
+        theirs.append({"role": "user", "content": "Again."})
+    rewards = {"": 1.0, "judge": 0.25, "absent": 3.0}
+    return policy.episode(0.5).with_role_rewards(rewards if task.index == 0 else {"": 1.0})
+
+
+def test_each_role_has_a_sequence_and_a_reward_at_its_last_turn() -> None:
+    client = TextClient(calculator_tokenizer(), ["7<|im_end|>"])
+    played, wrong = roll_out_virtually(make_runner(client, f"{HERE}:both_roles"), 2)
+    (mine,) = played.earlier
+    assert [(one.role, one.step_rewards) for one in played.sequences] == [
+        ("", ((len(mine.tokens) - 1, 1.0),)),
+        ("judge", ((len(played.tokens) - 1, 0.25),)),
+    ]
+    own = [[one.tokens[place] for place in generated(one)] for one in played.sequences]
+    assert [*map(client.tokenizer.decode, own)] == ["7<|im_end|>" * 2] * 2
+    assert counts(played) == {"turns": 4, "forks": 0}
+    assert "no reward of the role 'judge': give one for each role with turns" in wrong.error
+
+
 def test_an_episode_that_fails_is_a_sample_with_a_state() -> None:
     client = TextClient(calculator_tokenizer(), ["7<|im_end|>"], 0.5)
     samples = roll_out_virtually(make_runner(client, f"{HERE}:raising", limits={"episode_s": 2.0, "turns": 2}), 3)

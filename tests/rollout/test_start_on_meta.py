@@ -28,7 +28,7 @@ from tests.rollout.start_on_meta import CACHES, GIB
 from tools.tiny.models import make_tiny, make_tokenizer
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-RECIPES = [path.stem for path in RL if path.stem != "tiny_tools"]
+RECIPES = [path.stem for path in RL if path.stem not in ("tiny_tools", "tiny_repositories")]
 pytestmark = pytest.mark.slow
 
 

@@ -1,7 +1,7 @@
 """Nim, a game with an opponent. A row of the data has `stones`; the player who takes the last stone wins.
 
-The opponent is scripted, the policy itself (its moves as the opponent are not trained on), or a model behind an OpenAI
-endpoint, such as an older version of the policy.
+The opponent is scripted, the policy itself, or a model behind an OpenAI endpoint, such as an older version of the
+policy. The policy's moves as the opponent are trained on with `second`, not with `self`.
 """
 
 import random
@@ -17,7 +17,8 @@ from grpo_mp.utils.types import Message
 
 MOST = 3  # maximum number of stones per move
 RULES = "Take 1, 2 or 3 stones. Who takes the last one wins. Answer with a number."
-OPPONENTS = ("perfect", "random", "self")
+ROLE = "second"  # of the policy as its own opponent
+OPPONENTS = ("perfect", "random", "self", ROLE)
 Answer = Callable[[Sequence[Message]], Awaitable[Message]]  # messages so far -> answer
 Side = Callable[[int], Awaitable[int | None]]  # stones left -> stones taken; None: no legal move
 
@@ -47,13 +48,18 @@ class Nim:
             moves = moves + 1
         # The player of the last legal move has won: it took the last stone, or the opponent's next move was illegal.
         won = moves % 2 == 1
-        return policy.episode(
+        episode = policy.episode(
             reward=float(won), metrics={"won": won, "moves": moves, "illegal": stones > 0 and not won}
         )
+        if self._opponent != ROLE:
+            return episode
+        return episode.with_role_rewards({"": float(won), ROLE: float(not won)})
 
     def _other_side(self, task: Task, policy: Policy) -> Side:
         if self._opponent == "self":
             return Player(by_policy(policy.unrecorded())).move
+        if self._opponent == ROLE:
+            return Player(by_policy(policy, ROLE)).move
         if self._opponent == "perfect":
             return scripted(perfect_move)
         if self._opponent != "random":
@@ -76,11 +82,11 @@ def perfect_move(stones: int) -> int:
     return stones % (MOST + 1) or 1
 
 
-def by_policy(policy: Policy) -> Answer:
-    """Return a function that answers with the policy."""
+def by_policy(policy: Policy, role: str = "") -> Answer:
+    """Return a function that answers with the policy in a role."""
 
     async def answer(messages: Sequence[Message]) -> Message:
-        return (await policy.generate(messages)).message
+        return (await policy.generate(messages, role=role)).message
 
     return answer
 

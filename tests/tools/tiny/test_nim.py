@@ -13,7 +13,7 @@ import pytest
 from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.config.registries import ROLLOUT_FUNCTIONS
 from grpo_mp.data.prompts import PromptReader, load_train_prompts
-from grpo_mp.rollout.protocol import Episode, Task, Turn
+from grpo_mp.rollout.protocol import Episode, Segment, Task, Turn
 from grpo_mp.rollout.tools import ToolKit
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import Message, Prompt
@@ -32,6 +32,7 @@ class Scripted:
     choose: Choose
     asked: list[int] = field(default_factory=list)
     others: list["Scripted"] = field(default_factory=list)
+    roles: list[str] = field(default_factory=list)
     temperature = top_p = 1.0
 
     async def generate(
@@ -40,13 +41,15 @@ class Scripted:
         tokens: Sequence[int] | None = None,
         max_tokens: int | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        role: str = "",
     ) -> Turn:
         assert messages
+        self.roles.append(role)
         self.asked.append(int(str(messages[-1]["content"]).rpartition(" ")[2]))
         return Turn((1,), (-1.0,), (0,), f"I take {self.choose(self.asked[-1])}", True)
 
     def episode(self, reward: Any = None, metrics: Any = None, state: Any = None) -> Episode:
-        return Episode((), reward, metrics)
+        return Episode((Segment((1,), True, (-1.0,), (0,)),), reward, metrics)
 
     def unrecorded(self) -> "Scripted":
         self.others.append(Scripted(self.choose))
@@ -71,6 +74,13 @@ def test_a_perfect_opponent_loses_only_to_perfect_play_from_a_won_position(stone
     assert play(stones, best, "self").reward == wins(stones)
     if stones > 4:
         assert play(stones, Scripted(lambda left: 1 if left % 4 != 1 else 2), "perfect").reward == 0.0
+
+
+def test_both_sides_move_in_turn_in_roles_of_their_own() -> None:
+    policy = Scripted(lambda left: 2 if left > 1 else 1)
+    episode = play(7, policy, "second")
+    assert (policy.asked, policy.roles) == ([7, 5, 3, 1], ["", "second"] * 2)
+    assert episode.reward == 0.0
 
 
 def test_both_sides_of_self_play_move_in_turn() -> None:
@@ -116,7 +126,7 @@ def test_the_settings_of_the_page(tmp_path: Path) -> None:
     rollout = settings["rollout"]
     game = ROLLOUT_FUNCTIONS.resolve(rollout["function"], "rollout.function", rollout["function_args"])
     assert type(game).__name__ == Nim.__name__
-    with pytest.raises(UserError, match="opponent='me' is none of perfect, random, self, and no URL"):
+    with pytest.raises(UserError, match="opponent='me' is none of perfect, random, self, second, and no URL"):
         ROLLOUT_FUNCTIONS.resolve(rollout["function"], "rollout.function", {"opponent": "me"})
 
 
