@@ -100,7 +100,8 @@ class Rollout:
             else None
         )
         self.engine: HostedEngine | None = None
-        self._limits: dict[EngineClient, LaunchLimit] = {}  # of the engine's current process
+        self._limit: LaunchLimit | None = None
+        self._limited: EngineClient | None = None  # the client of `_limit`; a restarted engine has another
         self._node: EngineNode | None = None  # this node's part of an engine whose host is on another node
         if placement := next((placement for placement in placements if placement.rank == job.rank), None):
             spec = engine_spec(base, placement, parts, engine, rollout=rollout)
@@ -223,8 +224,9 @@ class Rollout:
         max_in_flight = max(1, groups_per_engine)
         most = config.most_groups(self._config)
         fixed = None if config.concurrent_groups == "auto" else most
-        limit = self._limits.get(client) or LaunchLimit(client.load, self._config.max_sequence_tokens, fixed, most)
-        self._limits = {client: limit}
+        if self._limit is None or self._limited is not client:
+            self._limit = LaunchLimit(client.load, self._config.max_sequence_tokens, fixed, most)
+            self._limited = client
         limit_s = self._config.group_timeout_s
         lose = partial(engine.lose, client=client, generates=True)
         episodes = None
@@ -236,13 +238,13 @@ class Rollout:
         worker = RolloutWorker(
             *parts,
             step_tokens=config.speculative.verified_tokens,
-            limit=limit,
+            limit=self._limit,
         )
         return self._loop.submit(worker.run(task, stream, max_in_flight))
 
     def take_load(self) -> dict[str, float]:
         """Return the metrics of this rank's engine since the last call, see LaunchLimit.take_metrics."""
-        return next((limit.take_metrics() for limit in self._limits.values()), {})
+        return self._limit.take_metrics() if self._limit else {}
 
     def pause(self, launched: LaunchedGroups) -> Mapping[int, EndedGroup]:
         """Pause this rank's running groups; return all groups except failed ones, by number."""

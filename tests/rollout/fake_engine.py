@@ -71,6 +71,9 @@ class FakeEngine:
             aborted=not finished,
         )
 
+    async def load(self) -> None:
+        """Tell no load, as an engine of another version."""
+
     async def check_health(self) -> None:
         """It is well."""
 
