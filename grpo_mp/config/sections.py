@@ -293,7 +293,7 @@ class EngineConfig(Section):
     args: dict[str, Any] = Field({}, description="any argument of the installed SGLang, checked by name")
 
     def most_groups(self, rollout: RolloutConfig) -> int:
-        """Return the number of groups in flight that an engine is prepared for: with `auto`, those of a few steps."""
+        """Return the most groups in flight that an engine is prepared for: with `auto`, the groups of a few steps."""
         if self.concurrent_groups == "auto":
             return max(AUTO_GROUPS, rollout.prompts_per_step * (1 + rollout.max_staleness))
         return self.concurrent_groups

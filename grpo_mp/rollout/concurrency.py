@@ -2,7 +2,7 @@
 
 SGLang starts a waiting request when it expects the cache to suffice. Groups are launched while its queue is short, so
 that the engine neither starves nor holds groups that another engine could start. If the cache runs full after all,
-SGLang preempts requests, which later recompute their tokens: then fewer requests are kept in flight, and again more
+SGLang preempts requests, which later recompute their tokens: then fewer requests are in flight, and again more
 while preemption is rare, as TCP does with packets (Jacobson, Congestion avoidance and control, 1988).
 """
 

@@ -69,7 +69,7 @@ class ListedTools:
     """Base class of tools that only an instance can list, such as the tools of a server.
 
     `schemas` is called once at the start of a rank. Methods of a subclass are no tools themselves; `reset` and
-    `get_reward` are called as those of other classes.
+    `get_reward` are called as in other classes.
     """
 
     async def schemas(self) -> list[dict[str, Any]]:

@@ -39,7 +39,7 @@ def isolate(kind: str, image: str, limits: Limits, program: str, arguments: Sequ
 
 
 def _preamble(rlimits: Mapping[str, int], user: int | None = None) -> str:
-    """Return Python code that limits its process, and gives up the privileges of root for those of `user`."""
+    """Return Python code that limits its process, and changes from root to the user `user`, if given."""
     lines = list[str]()
     if user is not None:
         lines = ["os.setgroups([])", f"os.setresgid({user}, {user}, {user})", f"os.setresuid({user}, {user}, {user})"]
