@@ -1,8 +1,11 @@
 """A real HTTP server of a test's own on loopback, beside what is tested."""
 
 import json
+import socket
+import subprocess
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
@@ -19,6 +22,26 @@ def limit_s(failure: object) -> float:
 def chat_reply(text: str) -> str:
     """Return the body of an OpenAI-compatible endpoint's answer."""
     return json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]})
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        return int(bound.getsockname()[1])
+
+
+@contextmanager
+def program_serving(command: Sequence[str], port: int, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a server's program while the body runs, which begins once the server accepts connections or has ended."""
+    with subprocess.Popen(command, **options) as process:
+        try:
+            while process.poll() is None:
+                with socket.socket() as asked:
+                    if asked.connect_ex(("127.0.0.1", port)) == 0:
+                        break
+                time.sleep(0.05)
+            yield process
+        finally:
+            process.kill()
 
 
 class JsonServer(ThreadingHTTPServer):

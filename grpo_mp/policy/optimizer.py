@@ -61,7 +61,7 @@ def build_optimizer(
 
 
 def take_loss_scaler(optimizer: MegatronOptimizer) -> MegatronGradScaler | None:
-    """Take the loss scaler out of the optimizer and return it; None without loss scaling.
+    """Remove the loss scaler from all parts of the optimizer and return it; return None without loss scaling.
 
     Megatron scales the loss by the first part's scaler only, but each part, of dense or of expert parameters, would
     divide by its own, which sees only this part's overflows.

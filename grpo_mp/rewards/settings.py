@@ -111,7 +111,7 @@ class CodeConfig(Section):
     )
     sandbox: str = Field(
         "bubblewrap",
-        description="bubblewrap, docker:IMAGE, podman:IMAGE, apptainer:IMAGE, the URL of a server of "
+        description="bubblewrap, docker:IMAGE, podman:IMAGE, the URL of a server of "
         "SandboxFusion (API run_code), or your own 'file.py:Class' (grpo_mp/sandbox/protocol.py)",
     )
     timeout_s: float = Field(5.0, gt=0, description="time limit of all tests of one response, in seconds")

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, PositiveInt, Tag
 
 from grpo_mp.rollout.openai_requests import MODEL, ChatRequest, parse_request
-from grpo_mp.rollout.protocol import Turn
+from grpo_mp.rollout.protocol import Turn, function_schema
 
 # Further parameters that do not affect the sampled tokens.
 NO_MATTER = frozenset({"betas", "container", "context_management", "inference_geo", "mcp_servers", "diagnostics"})
@@ -81,7 +81,7 @@ class MessagesRequest(BaseModel):
         extra = {name: value for name, value in (self.model_extra or {}).items() if name not in NO_MATTER}
         chat = {
             "messages": messages,
-            "tools": [*map(_as_function, self.tools)] if self.tools else None,
+            "tools": [function_schema(one.name, one.description, one.input_schema) for one in self.tools or ()] or None,
             "max_tokens": self.max_tokens,
             "stop": self.stop_sequences,
             "stream": self.stream,
@@ -116,11 +116,6 @@ def _as_messages(message: _Message) -> list[dict[str, Any]]:
         return results
     said: dict[str, Any] = {"role": message.role, "content": _as_text(texts)}
     return [*results, said | ({"tool_calls": calls} if calls else {})]
-
-
-def _as_function(tool: _Tool) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
-    return {"type": "function", "function": function}
 
 
 def response(turn: Turn, prompt_tokens: int) -> dict[str, Any]:

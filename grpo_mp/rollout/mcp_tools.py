@@ -14,7 +14,7 @@ from typing import IO, Any, TypeVar
 
 import httpx
 
-from grpo_mp.rollout.protocol import BoundedTools, ListedTools
+from grpo_mp.rollout.protocol import BoundedTools, ListedTools, function_schema
 from grpo_mp.utils.errors import UserError, one_line
 
 T = TypeVar("T")
@@ -74,13 +74,7 @@ class Server(ListedTools, BoundedTools):
             listed += page.tools
         if not listed:
             raise UserError(f"the MCP server {self._name} has no tools")
-        return [
-            {
-                "type": "function",
-                "function": {"name": tool.name, "description": tool.description or "", "parameters": tool.inputSchema},
-            }
-            for tool in listed
-        ]
+        return [function_schema(tool.name, tool.description or "", tool.inputSchema) for tool in listed]
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Call a tool and return its result as text; other contents are described, such as `(image/png left out)`.

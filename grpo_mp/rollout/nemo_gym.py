@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from grpo_mp.rollout.protocol import Episode, EpisodeLimitError, Policy, Task, ToolCall
+from grpo_mp.rollout.protocol import Episode, EpisodeLimitError, Policy, Task, ToolCall, function_schema
 from grpo_mp.utils.errors import UserError, one_line
 from grpo_mp.utils.reading import parse_json
 from grpo_mp.utils.types import Message
@@ -38,7 +38,7 @@ class Resources:
     """The rollout function: calls the tools of a task on a resources server, which verifies the episode."""
 
     def __init__(self, url: str, tool_s: float = 60.0) -> None:
-        """Keep the address of the server. `tool_s`: time limit of the call of a tool, in seconds."""
+        """Set the server's address, `url`, and the time limit of one tool call, `tool_s`, in seconds."""
         if not str(url).startswith(("http://", "https://")):
             raise UserError(f"rollout.function_args: url is {url!r:.80}: set the address of a resources server")
         self._url = url
@@ -48,38 +48,48 @@ class Resources:
         """Roll out one task. Metrics as of `call_tools`. Raises ConnectionError if the server is lost."""
         columns = {name: value for name, value in task.prompt.columns.items() if name != "prompt"}
         tools = columns[PARAMETERS].get("tools") or []
-        messages = list(task.messages)
-        output = list[dict[str, Any]]()
         counts = Counter(tool_calls=0, tool_raised=0, tool_timeout=0)
         # Cookies carry the session. `rollout.limits.episode_s` limits all requests.
         async with httpx.AsyncClient(base_url=self._url, timeout=None, trust_env=False) as client:
             await _ask(client, "/seed_session", columns)
-            is_cut = False
-            while not is_cut:
-                try:
-                    turn = await policy.generate(messages, tools=[_as_schema(tool) for tool in tools])
-                except EpisodeLimitError:
-                    is_cut = True
-                    break
-                is_cut = not turn.finished
-                messages.append(turn.message)
-                text = {"type": "output_text", "text": turn.text, "annotations": []}
-                message = {"type": "message", "role": "assistant", "status": "completed", "content": [text]}
-                output.append({"id": f"msg_{len(output)}", **message})
-                if not turn.tool_calls:
-                    break
-                for call in turn.tool_calls:
-                    name = f"call_{len(output)}"
-                    result = await self._call(client, call, [tool["name"] for tool in tools], counts)
-                    given = {"type": "function_call", "name": call.name, "arguments": call.text}
-                    output.append({"call_id": name, **given})
-                    output.append({"call_id": name, "type": "function_call_output", "output": result})
-                    messages.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": result})
+            output, is_cut = await self._play(client, list(task.messages), policy, tools, counts)
             response = _as_response(output, tools, is_cut)
             verdict = json.loads(await _ask(client, "/verify", {**columns, "response": response}))
         if not isinstance(verdict, Mapping) or verdict.get("reward") is None or verdict.get("mask_sample"):
             raise ValueError(f"/verify gave no valid reward: {verdict!r:.200}")
         return policy.episode(verdict["reward"], counts, state="truncated" if is_cut else None)
+
+    async def _play(
+        self,
+        client: httpx.AsyncClient,
+        messages: list[Message],
+        policy: Policy,
+        tools: list[dict[str, Any]],
+        counts: Counter[str],
+    ) -> tuple[list[dict[str, Any]], bool]:
+        """Generate turns and call tools until a turn calls none.
+
+        Returns the output items of the Responses object, and whether a limit cut the episode.
+        """
+        schemas = [function_schema(tool["name"], tool.get("description") or "", tool["parameters"]) for tool in tools]
+        output = list[dict[str, Any]]()
+        while True:
+            try:
+                turn = await policy.generate(messages, tools=schemas)
+            except EpisodeLimitError:
+                return output, True
+            messages.append(turn.message)
+            text = {"type": "output_text", "text": turn.text, "annotations": []}
+            message = {"type": "message", "role": "assistant", "status": "completed", "content": [text]}
+            output.append({"id": f"msg_{len(output)}", **message})
+            if not turn.tool_calls:
+                return output, not turn.finished
+            for call in turn.tool_calls:
+                name = f"call_{len(output)}"
+                result = await self._call(client, call, [tool["name"] for tool in tools], counts)
+                output.append({"call_id": name, "type": "function_call", "name": call.name, "arguments": call.text})
+                output.append({"call_id": name, "type": "function_call_output", "output": result})
+                messages.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": result})
 
     async def _call(self, client: httpx.AsyncClient, call: ToolCall, names: list[str], counts: Counter[str]) -> str:
         """Return the result of a tool as text; failures are results and counted."""
@@ -120,11 +130,6 @@ def _as_message(item: Mapping[str, Any]) -> Message:
     content = item["content"]
     text = content if isinstance(content, str) else "".join(part["text"] for part in content)
     return {"role": "system" if item["role"] == "developer" else item["role"], "content": text}
-
-
-def _as_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
-    function = {name: tool.get(name) or "" for name in ("name", "description")}
-    return {"type": "function", "function": {**function, "parameters": tool["parameters"]}}
 
 
 def _as_response(output: list[dict[str, Any]], tools: list[dict[str, Any]], is_cut: bool) -> dict[str, Any]:

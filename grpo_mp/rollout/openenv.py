@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from grpo_mp.rollout.mcp_tools import ConnectionLostError, ToolCallError
-from grpo_mp.rollout.protocol import ListedTools
+from grpo_mp.rollout.protocol import ListedTools, function_schema
 from grpo_mp.utils.errors import UserError, one_line
 
 SECTION = "rollout.tool_args grpo_mp.rollout.openenv:Environment"
@@ -55,9 +55,9 @@ class Environment(ListedTools):
                 action = (await client.get(f"{self._url}/schema")).raise_for_status().json()["action"]
             if action["title"] not in ACTIONS_OF_MCP:
                 fields = {name: field for name, field in action["properties"].items() if name != "metadata"}
-                return [_schema(STEP, action.get("description", ""), {**action, "properties": fields})]
+                return [function_schema(STEP, action.get("description", ""), {**action, "properties": fields})]
             tools = self._ask(STEP, {"type": "list_tools"})["tools"]
-            schemas = [_schema(tool["name"], tool["description"], tool["input_schema"]) for tool in tools]
+            schemas = [function_schema(tool["name"], tool["description"], tool["input_schema"]) for tool in tools]
         except Exception as error:
             reason = f"{type(error).__name__}: {one_line(error)}"
             raise UserError(f"{self._url} does not answer as a server of OpenEnv: {reason}") from error
@@ -72,7 +72,7 @@ class Environment(ListedTools):
         return f"\n{text}" if text else ""
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Take a step and return the observation as text.
+        """Run one step of the environment and return its observation as text.
 
         Raises ToolCallError if the step failed or the episode is over, ConnectionLostError if the session is lost.
         """
@@ -149,7 +149,3 @@ def _as_text(observation: Mapping[str, Any]) -> str:
     if len(shown) == 1:
         (shown,) = shown.values()
     return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False) if shown else ""
-
-
-def _schema(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}

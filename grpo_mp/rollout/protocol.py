@@ -65,6 +65,11 @@ class BoundedTools:
     parallel: int
 
 
+def function_schema(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool's entry in the field `tools` of an OpenAI request. `parameters`: JSON schema of its arguments."""
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
 class ListedTools:
     """Base class of tools that only an instance can list, such as the tools of a server.
 

@@ -1,4 +1,4 @@
-"""Command lines that run a Python program in bubblewrap, Docker, Podman or Apptainer."""
+"""Command lines that run a Python program in bubblewrap, Docker or Podman."""
 
 import os
 import random
@@ -15,14 +15,13 @@ SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/a
 NETWORK_FILES = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 ENVIRONMENT = {"HOME": FOLDER, "TMPDIR": FOLDER, "LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1"}
-CONTAINERS = ("docker", "podman")
 USERS = range(30_000, 60_000)  # of sandboxes that root starts
 
 
 def isolate(kind: str, image: str, limits: Limits, program: str, arguments: Sequence[str]) -> list[str]:
     """Return the command line that runs a Python program in a sandbox.
 
-    `kind`: bubblewrap, docker, podman or apptainer. `image`: for bubblewrap a folder with a root file system, or "" for
+    `kind`: bubblewrap, docker or podman. `image`: for bubblewrap a folder with a root file system, or "" for
     the programs of this machine; else an image, which must have python3. Raises SandboxError if the kind is missing.
     """
     rlimits = {"AS": limits.memory_bytes, "CORE": 0, "NPROC": limits.processes}
@@ -32,8 +31,6 @@ def isolate(kind: str, image: str, limits: Limits, program: str, arguments: Sequ
         user = random.SystemRandom().choice(USERS) if os.geteuid() == 0 else None
         python = ["-I", "-B", "-c", _preamble(rlimits, user) + program, *arguments]
         return [*_bubblewrap(image, limits), "python3" if image else sys.executable, *python]
-    if kind == "apptainer":
-        return [*_apptainer(image, limits), "python3", "-I", "-B", "-c", _preamble(rlimits) + program, *arguments]
     del rlimits["NPROC"]  # containers have their own limit of processes
     return [*_container(kind, image, limits), "-I", "-B", "-c", _preamble(rlimits) + program, *arguments]
 
@@ -102,15 +99,6 @@ def _container(program: str, image: str, limits: Limits) -> list[str]:
         *("--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
         *("--tmpfs", f"{FOLDER}:size={limits.folder_bytes},mode=1777,exec", "--workdir", FOLDER),
         *("--entrypoint", "python3", image),
-    ]
-
-
-def _apptainer(image: str, limits: Limits) -> list[str]:
-    environment = ",".join(f"{name}={value}" for name, value in ENVIRONMENT.items() if value != FOLDER)
-    return [
-        *(_find("apptainer"), "exec", "--containall", "--writable-tmpfs", "--no-privs"),
-        *([] if limits.network else ["--net", "--network", "none"]),
-        *("--env", environment, "--pwd", "/tmp", image),  # its /tmp is in memory
     ]
 
 

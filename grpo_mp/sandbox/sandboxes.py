@@ -15,7 +15,7 @@ from typing import IO, Any, cast
 
 import httpx
 
-from grpo_mp.sandbox.commands import CONTAINERS, isolate
+from grpo_mp.sandbox.commands import isolate
 from grpo_mp.sandbox.protocol import Limits, Outcome, Sandbox, SandboxEndedError, SandboxError
 from grpo_mp.utils.errors import UserError, one_line
 from grpo_mp.utils.user_code import load_attribute
@@ -25,7 +25,8 @@ GRACE_S = 10.0  # added to the time limit of a command, for the reply
 START_S = 60.0  # limit of the start of a sandbox: Docker may be slow
 DEFAULT_LIMITS = Limits()
 AGENT = Path(__file__).with_name("agent.py").read_text()
-KINDS = ("bubblewrap", "docker", "podman", "apptainer")
+CONTAINERS = ("docker", "podman")
+KINDS = ("bubblewrap", *CONTAINERS)
 REMEDY = "install bubblewrap and allow user namespaces, or name another sandbox, such as docker:IMAGE or a server's URL"
 
 
@@ -90,7 +91,7 @@ class Sandboxes:
     """Starts sandboxes of one kind without network and with limits of time, memory, output and processes. Thread-safe.
 
     `kind`: "bubblewrap": with the programs of this machine; "bubblewrap:FOLDER": with a root file system;
-    "docker:IMAGE", "podman:IMAGE", "apptainer:IMAGE"; "https://...": a server with SandboxFusion's API run_code, which
+    "docker:IMAGE", "podman:IMAGE"; "https://...": a server with SandboxFusion's API run_code, which
     only runs single programs; "file.py:Class" or "module:Class": a class of your own, see Sandbox.
     """
 

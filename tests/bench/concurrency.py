@@ -23,14 +23,14 @@ import psutil
 import torch.distributed as dist
 
 from grpo_mp.batching.group_selection import AdmissionRule
-from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.client import EngineClient, SamplingParams
 from grpo_mp.rollout.concurrency import LaunchLimit
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import RolloutTask, RolloutWorker
-from grpo_mp.utils.types import Prompt, SampleGroup
+from grpo_mp.utils.types import Prompt
 from tests.engines import started_engine
+from tests.rollout.fake_engine import NoScores
 from tools.tiny.models import make_tiny, make_tokenizer
 
 FIXED = (1, 2, 4, 8, 16, 32)
@@ -70,19 +70,6 @@ class LongTailedClient(EngineClient):
 def draw_lengths(prompt: Sequence[int], count: int) -> list[int]:
     draw = random.Random(str(prompt))
     return [max(2, min(LONGEST, round(draw.lognormvariate(0, SIGMA) * MEDIAN))) for _ in range(count)]
-
-
-class NoScores:
-    """Scores nothing."""
-
-    def score_group(self, group: SampleGroup, step: int) -> SampleGroup:
-        return group
-
-    def take_stats(self) -> RewardStats:
-        return RewardStats()
-
-    def with_own_stats(self) -> "NoScores":
-        return self
 
 
 async def generate(client: EngineClient, scheduler: psutil.Process, limit: LaunchLimit, name: str) -> Run:

@@ -5,7 +5,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.client import EngineOutput, SamplingParams
+from grpo_mp.utils.types import SampleGroup
 
 Lengths = dict[tuple[int, int], int]  # (prompt token, index in the group) -> tokens of the response
 
@@ -72,7 +74,7 @@ class FakeEngine:
         )
 
     async def load(self) -> None:
-        """Tell no load, as an engine of another version."""
+        """Return None, as for an engine that reports no load."""
 
     async def check_health(self) -> None:
         """It is well."""
@@ -81,3 +83,16 @@ class FakeEngine:
         for event in self._aborts:
             event.set()
         self._aborts.clear()
+
+
+class NoScores:
+    """Scores nothing."""
+
+    def score_group(self, group: SampleGroup, step: int) -> SampleGroup:
+        return group
+
+    def take_stats(self) -> RewardStats:
+        return RewardStats()
+
+    def with_own_stats(self) -> "NoScores":
+        return self

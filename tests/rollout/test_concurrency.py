@@ -17,12 +17,12 @@ from pydantic import ValidationError
 
 from grpo_mp.batching.group_selection import AdmissionRule
 from grpo_mp.config.sections import EngineConfig, RolloutConfig
-from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
 from grpo_mp.rollout.concurrency import QUEUE, EngineLoad, LaunchLimit, Limit, read_load
 from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import RolloutTask, RolloutWorker
-from grpo_mp.utils.types import Prompt, SampleGroup
+from grpo_mp.utils.types import Prompt
+from tests.rollout.fake_engine import NoScores
 from tests.virtual_time import run_virtually
 
 GROUPS = 96
@@ -117,24 +117,13 @@ class CachedEngine:
         """Nothing is aborted."""
 
 
-class Scorer:
-    def score_group(self, group: SampleGroup, step: int) -> SampleGroup:
-        return group
-
-    def take_stats(self) -> RewardStats:
-        return RewardStats()
-
-    def with_own_stats(self) -> "Scorer":
-        return self
-
-
 def generate(engine: CachedEngine, fixed: int | None, unknown: int = 16, steps: int = 1) -> tuple[float, LaunchLimit]:
     """Return the tokens per second of the last step, and the limit."""
 
     async def run() -> float:
         task = RolloutTask(lambda i: Prompt(i, "", (i,)), SIZE, 0, 1, SamplingParams(LONGEST))
         tokenizer: Any = SimpleNamespace(get_added_vocab=dict, batch_decode=lambda tokens, **_: [""] * len(tokens))
-        parts: Any = (engine, Scorer(), tokenizer, math.inf, lambda error: None)
+        parts: Any = (engine, NoScores(), tokenizer, math.inf, lambda error: None)
         loop = asyncio.get_running_loop()
         stepping = asyncio.create_task(engine.run())
         for step in range(steps):

@@ -5,10 +5,8 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from grpo_mp.utils.errors import UserError
 from tests.episode_page import read_example
 from tests.episodes.test_chat import make_renderer
 from tests.episodes.test_tools import has_ended
+from tests.http_server import free_port, program_serving
 from tests.rollout.engineless import TextClient, make_runner, roll_out
 from tests.virtual_time import run_with_skips, skip
 
@@ -135,19 +134,10 @@ def test_a_server_is_a_process_of_its_episode(
 
 @pytest.fixture
 def served(script: str, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    with socket.create_server(("127.0.0.1", 0)) as bound:
-        port = bound.getsockname()[1]
+    port = free_port()
     command = [sys.executable, script, str(tmp_path / "pids"), str(port)]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
-        try:
-            while process.poll() is None:
-                with socket.socket() as asked:
-                    if asked.connect_ex(("127.0.0.1", port)) == 0:
-                        break
-                time.sleep(0.05)
-            yield process, f"http://127.0.0.1:{port}/mcp"
-        finally:
-            process.kill()
+    with program_serving(command, port, stderr=subprocess.DEVNULL) as process:
+        yield process, f"http://127.0.0.1:{port}/mcp"
 
 
 @needs_mcp

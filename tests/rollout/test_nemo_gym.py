@@ -2,8 +2,6 @@
 
 import importlib.util
 import json
-import socket
-import subprocess
 import sys
 import threading
 import time
@@ -22,6 +20,7 @@ from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import Sample
 from tests.episode_page import read_example
 from tests.episodes.test_chat import make_renderer
+from tests.http_server import free_port, program_serving
 from tests.rollout.engineless import TextClient, make_prompt, make_runner, roll_out
 
 FUNCTION = "grpo_mp.rollout.nemo_gym:Resources"
@@ -65,18 +64,9 @@ def play(url: str, columns: dict[str, Any], texts: list[str], **arguments: Any) 
 @pytest.fixture
 def counter(tmp_path: Path) -> Iterator[str]:
     (tmp_path / "server.py").write_text(SERVER)
-    with socket.create_server(("127.0.0.1", 0)) as bound:
-        port = bound.getsockname()[1]
-    with subprocess.Popen([sys.executable, str(tmp_path / "server.py"), str(port)]) as process:
-        try:
-            while process.poll() is None:
-                with socket.socket() as asked:
-                    if asked.connect_ex(("127.0.0.1", port)) == 0:
-                        break
-                time.sleep(0.05)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.kill()
+    port = free_port()
+    with program_serving([sys.executable, str(tmp_path / "server.py"), str(port)], port):
+        yield f"http://127.0.0.1:{port}"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("nemo_gym") is None, reason="the package nemo-gym is not installed")

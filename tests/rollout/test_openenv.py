@@ -4,13 +4,11 @@ import asyncio
 import importlib.util
 import json
 import random
-import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import Sample
 from tests.episode_page import read_example
 from tests.episodes.test_chat import make_renderer
+from tests.http_server import free_port, program_serving
 from tests.rollout.engineless import TextClient, make_prompt, make_runner, roll_out
 from tests.virtual_time import run_with_skips, skip
 
@@ -110,23 +109,8 @@ uvicorn.run(app, port=int(sys.argv[1]), log_level="critical", ws_ping_interval=0
 """
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as bound:
-        return int(bound.getsockname()[1])
-
-
-@contextmanager
-def running(script: Path, *arguments: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen([sys.executable, str(script), *arguments]) as process:
-        try:
-            while process.poll() is None:
-                with socket.socket() as asked:
-                    if asked.connect_ex(("127.0.0.1", port)) == 0:
-                        break
-                time.sleep(0.05)
-            yield process
-        finally:
-            process.kill()
+def running(script: Path, *arguments: str, port: int) -> AbstractContextManager[subprocess.Popen[bytes]]:
+    return program_serving([sys.executable, str(script), *arguments], port)
 
 
 def with_tools(work: Callable[[ToolKit], Awaitable[Any]], url: str) -> Any:
