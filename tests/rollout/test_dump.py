@@ -38,6 +38,7 @@ EPISODE = Sample(
     error="the tool \udc80 raised",
     teacher_logprobs=(LOGPROB, -2.0, -0.5),
     teacher_prompt=(7, 8),
+    role="second",
 )
 
 
