@@ -159,7 +159,7 @@ def test_an_engine_drafts_as_it_is_set(facts_by_case: Facts, number: int) -> Non
     facts = facts_by_case[f"draft {number}"]
     assert "error" not in facts, facts["error"]
     settings = settings_of(engine={"speculative": speculative})
-    assert facts["max_running_requests"] == 64 * settings.rollout.group_size
+    assert facts["max_running_requests"] == settings.rollout.prompts_per_step * settings.rollout.group_size
     assert facts["speculative_num_draft_tokens"] == settings.engine.speculative.verified_tokens
     assert facts["speculative_eagle_topk"] == 1
     assert facts["speculative_accept_threshold_single"] == facts["speculative_accept_threshold_acc"] == 1

@@ -12,7 +12,7 @@ import argparse
 import os
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from grpo_mp.utils.reading import read_json
 from tools.tiny import products, repositories
 from tools.tiny.arithmetic import (
     TEMPLATES,
+    HasRow,
     Problem,
     draw_slip,
     make_problems,
@@ -51,19 +52,25 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     if args.task == "calculator":
         train, held_out = products.make_problems(args.train, args.eval, args.seed)
+        _write_problems(train, held_out, args.data)
         tokenizer = products.tokenizer()
         examples = products.make_examples(train, args.seed, NUM_HELD_OUT)
     elif args.task == "repositories":
-        train, held_out = repositories.make_problems(args.train, args.eval, args.seed)
+        broken, broken_held_out = repositories.make_problems(args.train, args.eval, args.seed)
+        _write_problems(broken, broken_held_out, args.data)
         tokenizer = repositories.tokenizer()
-        examples = repositories.make_examples(train, args.seed, NUM_HELD_OUT)
+        examples = repositories.make_examples(broken, args.seed, NUM_HELD_OUT)
     else:
         train, held_out = make_problems(args.train, args.eval, args.seed, args.largest, tuple(args.kinds))
+        _write_problems(train, held_out, args.data)
         tokenizer = make_tokenizer(vocabulary_words())
         examples = worked_examples(train, args.seed, args.slips)
-    write_jsonl(train, args.data / "train.jsonl")
-    write_jsonl(held_out, args.data / "eval.jsonl")
     _make_model(args, tokenizer, write_examples(examples, args.data))
+
+
+def _write_problems(train: Iterable[HasRow], held_out: Iterable[HasRow], folder: Path) -> None:
+    write_jsonl(train, folder / "train.jsonl")
+    write_jsonl(held_out, folder / "eval.jsonl")
 
 
 def worked_examples(train: Sequence[Problem], seed: int, slips: float) -> list[dict[str, Any]]:
