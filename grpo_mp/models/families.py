@@ -5,7 +5,18 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from grpo_mp.models import deepseek, glm4_moe, gpt_oss, gqa, hy_v3, llama_qwen, minimax_m2, mixtral, qwen3_next
+from grpo_mp.models import (
+    deepseek,
+    glm4_moe,
+    gpt_oss,
+    gqa,
+    hy_v3,
+    llama_qwen,
+    minimax_m2,
+    mixtral,
+    qwen3_next,
+    sparse_attention,
+)
 from grpo_mp.models.blocks import HF_LAYER
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param, Rule, expand
@@ -157,11 +168,25 @@ FAMILIES = {
         models="Kimi-K2, text models of K2.5 and K2.6",
         rejected="biases",
     ),
+    "deepseek_v32": Family(
+        "DeepseekV32ForCausalLM",
+        sparse_attention.v32_config,
+        sparse_attention.rules,
+        models="DeepSeek-V3.2",
+        rejected="biases, shared prompts, megatron-core before 0.19",
+    ),
     "glm4_moe": Family(
         "Glm4MoeForCausalLM", glm4_moe.config, glm4_moe.rules, glm4_moe.rotary, models="GLM-4.5, GLM-4.5-Air"
     ),
     "glm4_moe_lite": Family(
         "Glm4MoeLiteForCausalLM", glm4_moe.lite_config, deepseek.v3_rules, models="GLM-4.7-Flash", rejected="biases"
+    ),
+    "glm_moe_dsa": Family(
+        "GlmMoeDsaForCausalLM",
+        sparse_attention.glm_config,
+        sparse_attention.rules,
+        models="GLM-5, 5.1, 5.2",
+        rejected="as DeepSeek-V3.2",
     ),
     "minimax_m2": Family(
         "MiniMaxM2ForCausalLM",

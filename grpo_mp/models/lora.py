@@ -29,7 +29,7 @@ def adapters_of(param: Param, rank: int, targets: Sequence[str] | None) -> tuple
 
     `targets`: module names or suffixes of them; None: all projections.
     """
-    if not param.is_projection or param.layer is None:
+    if not param.takes_adapters:
         return ()
     modules = enumerate(map(_module, param.hf))
     return tuple(
@@ -71,9 +71,7 @@ def check_targets(params: Collection[Param], targets: Sequence[str] | None) -> N
     """
     if targets is None:
         return
-    modules = {
-        _module(name) for param in params if param.is_projection and param.layer is not None for name in param.hf
-    }
+    modules = {_module(name) for param in params if param.takes_adapters for name in param.hf}
     for target in targets:
         if not any(_is_in(module, (target,)) for module in modules):
             leaves = sorted(set(map(_leaf, modules)))

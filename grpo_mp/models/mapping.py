@@ -53,6 +53,7 @@ class Rule:
     keep_float32: bool = False  # not cast to model.dtype (the router's expert bias)
     load_group: str = ""  # parameters of a layer with equal load_group are sent to engines in one request
     alias: bool = False  # second Megatron copy of tensors of another rule: loaded, but not sent or saved
+    adapts: bool = True  # can have adapters, if it is a projection in a layer
 
     @property
     def applies_to_no_layer(self) -> bool:
@@ -73,13 +74,18 @@ class Param(Rule):
 
     @property
     def is_projection(self) -> bool:
-        """Return whether the parameter is a matrix that can have adapters.
+        """Return whether the parameter is a matrix that adapters and FP8 may be for.
 
-        These are all matrices except embedding, output layer, routers, gates of shared experts, and the input
-        projection of a multi-token-prediction layer.
+        These are all matrices except embedding, output layer, routers, gates of shared experts, weights of an indexer's
+        heads, and the input projection of a multi-token-prediction layer.
         """
-        others = ("router.weight", "eh_proj.weight", "shared_experts.gate_weight")
+        others = ("router.weight", "eh_proj.weight", "shared_experts.gate_weight", "indexer.linear_weights_proj.weight")
         return len(self.shapes[0]) == 2 and not self.vocabulary and not self.name.endswith(others)
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Return whether the parameter can have adapters."""
+        return self.is_projection and self.layer is not None and self.adapts
 
     @property
     def in_fp8(self) -> tuple[bool, ...]:

@@ -166,6 +166,7 @@ def fused_fields(model: Mapping[str, Any]) -> dict[str, Any]:
     """
     latent = bool(model.get("multi_latent_attention"))
     fuses = not latent or model["num_attention_heads"].bit_count() == 1
+    fuses &= model.get("experimental_attention_variant") != "dsa"  # Megatron refuses fusion there
     fields: dict[str, Any] = {"apply_rope_fusion": fuses}
     if model.get("add_bias_linear"):
         fields["bias_dropout_fusion"] = False  # TEGroupedMLP refuses it with biases of experts

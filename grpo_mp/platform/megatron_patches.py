@@ -171,6 +171,7 @@ AFTER_IMPORT: Mapping[str, Patch] = {
     "megatron.core.ssm.gated_delta_net.gdn": _gated_delta_rule,
     "megatron.core.transformer.transformer_block": _te_names,
     "megatron.core.transformer.multi_latent_attention": _te_names,
+    "megatron.core.transformer.experimental_attention_variant.absorbed_mla": _te_names,
     "megatron.core.transformer.moe.moe_utils": _router_matmul,
     "megatron.core.optimizer": _fused_adam,
     "megatron.core.optimizer.distrib_optimizer": _fused_adam,

@@ -26,7 +26,16 @@ def _check_norm(config: Any) -> None:
         raise NotImplementedError("the norm on a CPU is RMSNorm")
 
 
-class Norm(torch.nn.RMSNorm):
+class Norm:
+    """RMSNorm or LayerNorm, by the config."""
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5) -> torch.nn.Module:  # type: ignore[misc]
+        if config.normalization == "LayerNorm":
+            return torch.nn.LayerNorm(hidden_size, eps=eps, dtype=config.params_dtype)
+        return RmsNorm(config, hidden_size, eps)
+
+
+class RmsNorm(torch.nn.RMSNorm):
     """RMSNorm whose weight gradient Megatron sums over tensor-parallel ranks with sequence parallelism."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:

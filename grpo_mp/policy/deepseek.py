@@ -74,7 +74,7 @@ class LatentAttention(MLASelfAttention):
 
 
 def use_latent_attention(config: TransformerConfig, block: ModuleSpec) -> None:
-    """Set LatentAttention in the spec of each layer of `block` if the model has latent attention."""
-    if config.multi_latent_attention:
+    """Set LatentAttention in the spec of each layer of `block` if the model has latent attention to all keys."""
+    if config.multi_latent_attention and not config.experimental_attention_variant:
         for layer in block.layer_specs:
             layer.submodules.self_attention.module = LatentAttention

@@ -20,6 +20,7 @@ from grpo_mp.distributed.layout import PIPELINE_LAYOUT, check_stages
 from grpo_mp.distributed.process_groups import megatron_sizes
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.policy.sparse_attention import check_index_share, check_megatron
 from grpo_mp.utils.errors import UserError, did_you_mean
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -41,6 +42,9 @@ ARCHITECTURE = (
     *("add_qkv_bias", "qk_layernorm", "rope_type", "rotary_base", "rotary_scaling_factor", "rotary_percent"),
     *("softmax_scale", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
     *("glu_linear_offset", "activation_func_clamp_value", "softmax_type", "window_size", "window_attn_skip_freq"),
+    *("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk", "dsa_indexer_topk_freq"),
+    *("dsa_indexer_skip_topk_offset", "dsa_indexer_rope_interleaved", "dsa_indexer_scoring_relu"),
+    *("dsa_indexer_k_norm_epsilon", "experimental_attention_variant"),
 )
 ATTRIBUTES = ("position_embedding_type", "yarn_")  # GPTModel reads them from the config, which has no such fields
 LAYOUT = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
@@ -61,6 +65,9 @@ RESERVED: dict[str, str] = {  # fields that the run sets itself, with what to do
     **dict.fromkeys(("mtp_num_layers", "mtp_loss_scaling_factor"), "set model.mtp_loss_scaling_factor"),
     **{"fp8": "set training.fp8_format", "fp8_recipe": "blockwise is the only one"},
     **dict.fromkeys(("fp8_param", "fp8_param_gather"), "a weight sync and checkpoints read weights in model.dtype"),
+    **dict.fromkeys(
+        ("dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss"), "indexers keep the weights of the checkpoint"
+    ),
     "perform_initialization": "every weight is read from the checkpoint",
     **dict.fromkeys(ARCHITECTURE, "config.json of the model sets it"),
     **dict.fromkeys(("hidden_dropout", "attention_dropout"), "engines have none, and would not agree with the policy"),
@@ -81,11 +88,15 @@ def transformer_config(layout: LayoutConfig, training: TrainingConfig, dtype: st
     values |= overrides_for(training.megatron_args, config_class)
     if hf.trains_mtp:
         values |= _multi_token_prediction(hf, values)
+    is_sparse = values.get("experimental_attention_variant") == "dsa"
     if training.share_prompts and values.get("experimental_attention_variant"):
+        reason = "sparse attention chooses keys in" if is_sparse else "linear attention has a state of"
         raise UserError(
-            f"training.share_prompts=true: in {hf.model_type} the state after a prompt cannot be shared by responses: "
-            "set it to false"
+            f"training.share_prompts=true: in {hf.model_type} {reason} each sequence, which others cannot share: set "
+            "it to false"
         )
+    if is_sparse:
+        check_megatron(hf)
     attributes = {name: values.pop(name) for name in [*values] if name.startswith(ATTRIBUTES)}
     try:
         config = config_class(**values)
@@ -96,6 +107,8 @@ def transformer_config(layout: LayoutConfig, training: TrainingConfig, dtype: st
         check_stages(layout, layout.pipeline * (config.virtual_pipeline_model_parallel_size or 1))
     if hf.trains_mtp:
         _check_last_stage(config)
+    if is_sparse:
+        check_index_share(config)
     return config
 
 

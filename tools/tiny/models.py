@@ -153,6 +153,8 @@ GPT_OSS = {
     "swiglu_limit": 0.5,  # low enough for tiny activations to reach it
     "rope_scaling": YARN,
 }
+# Most sequences are longer than index_topk. With more heads fewer keys have the same score, which is 0.
+INDEXER = {"index_topk": 16, "index_n_heads": 8, "index_head_dim": 32}
 DEEPSEEK_V3 = BASE | MOE | MLA | SHARED_EXPERTS | {"n_group": 4, "topk_group": 2}
 TINY_CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": BASE | GROUPED_QUERY,
@@ -165,6 +167,11 @@ TINY_CONFIGS: dict[str, dict[str, Any]] = {
     "mixtral": BASE | GROUPED_QUERY | {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
     "deepseek_v2": BASE | MOE | MLA | SHARED_EXPERTS | NO_GROUPS | {"norm_topk_prob": False, "topk_method": "greedy"},
     "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v32": DEEPSEEK_V3 | INDEXER,
+    "glm_moe_dsa": DEEPSEEK_V3
+    | NO_GROUPS
+    | INDEXER
+    | {"rope_scaling": None, "rope_theta": 1e6, "index_topk_freq": 2, "index_skip_topk_offset": 1},
     "kimi_k2": DEEPSEEK_V3 | NO_GROUPS,
     "glm4_moe_lite": DEEPSEEK_V3 | NO_GROUPS | {"rope_scaling": None, "rope_theta": 1e6},
     "minimax_m2": BASE
@@ -192,6 +199,8 @@ PUBLISHED_KEYS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8},
     "deepseek_v2": {"scoring_func": "softmax", "moe_layer_freq": 1, "ep_size": 1},
     "deepseek_v3": SIGMOID_ROUTING_KEYS,
+    "deepseek_v32": SIGMOID_ROUTING_KEYS,
+    "glm_moe_dsa": SIGMOID_ROUTING_KEYS | {"indexer_rope_interleave": True},
     "kimi_k2": SIGMOID_ROUTING_KEYS | {"model_type": "kimi_k2"},
     "glm4_moe_lite": SIGMOID_ROUTING_KEYS | {"partial_rotary_factor": 1.0},
     "glm4_moe": {"partial_rotary_factor": 0.5, "num_nextn_predict_layers": 0},
