@@ -163,11 +163,14 @@ def fused_fields(model: Mapping[str, Any]) -> dict[str, Any]:
     Without fusion, the rotary embedding of packed sequences synchronizes with the device four times per layer and pass.
     For latent attention Megatron fuses only yarn; yarn with factor 1 equals plain rotary. That kernel takes heads in
     blocks of a power of two and does not mask the last block: other numbers of heads would overwrite foreign memory.
+    With sparse attention Megatron refuses it, and without kernels computes the scores of all pairs of tokens.
     """
     latent = bool(model.get("multi_latent_attention"))
-    fuses = not latent or model["num_attention_heads"].bit_count() == 1
-    fuses &= model.get("experimental_attention_variant") != "dsa"  # Megatron refuses fusion there
+    is_sparse = model.get("experimental_attention_variant") == "dsa"
+    fuses = not latent or (model["num_attention_heads"].bit_count() == 1 and not is_sparse)
     fields: dict[str, Any] = {"apply_rope_fusion": fuses}
+    if is_sparse:
+        fields["dsa_kernel_backend"] = "tilelang"  # which SGLang installs
     if model.get("add_bias_linear"):
         fields["bias_dropout_fusion"] = False  # TEGroupedMLP refuses it with biases of experts
     if model.get("num_moe_experts"):

@@ -42,9 +42,11 @@ ARCHITECTURE = (
     *("add_qkv_bias", "qk_layernorm", "rope_type", "rotary_base", "rotary_scaling_factor", "rotary_percent"),
     *("softmax_scale", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
     *("glu_linear_offset", "activation_func_clamp_value", "softmax_type", "window_size", "window_attn_skip_freq"),
-    *("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk", "dsa_indexer_topk_freq"),
-    *("dsa_indexer_skip_topk_offset", "dsa_indexer_rope_interleaved", "dsa_indexer_scoring_relu"),
-    *("dsa_indexer_k_norm_epsilon", "experimental_attention_variant"),
+    *("experimental_attention_variant", "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
+)
+NEWER_ARCHITECTURE = (  # fields from megatron-core 0.19 on
+    *("dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset", "dsa_indexer_rope_interleaved"),
+    *("dsa_indexer_scoring_relu", "dsa_indexer_k_norm_epsilon"),
 )
 ATTRIBUTES = ("position_embedding_type", "yarn_")  # GPTModel reads them from the config, which has no such fields
 LAYOUT = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
@@ -69,7 +71,7 @@ RESERVED: dict[str, str] = {  # fields that the run sets itself, with what to do
         ("dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss"), "indexers keep the weights of the checkpoint"
     ),
     "perform_initialization": "every weight is read from the checkpoint",
-    **dict.fromkeys(ARCHITECTURE, "config.json of the model sets it"),
+    **dict.fromkeys((*ARCHITECTURE, *NEWER_ARCHITECTURE), "config.json of the model sets it"),
     **dict.fromkeys(("hidden_dropout", "attention_dropout"), "engines have none, and would not agree with the policy"),
 }
 # With these the precision-aware optimizer has the state of the ordinary one: whole main weights, here in Adam's state.

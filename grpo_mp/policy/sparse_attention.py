@@ -25,8 +25,8 @@ def check_megatron(hf: HfConfig) -> None:
     """Refuse a megatron-core that computes no packed sequences in sparse attention."""
     if not hasattr(TransformerConfig, "dsa_kernel_backend"):
         raise UserError(
-            f"{hf.model_type} needs megatron-core 0.19 or newer for its sparse attention, and {version('megatron-core')} "
-            "is installed: install with Python 3.12 (launch/install.sh --gpu-versions)"
+            f"{hf.model_type} needs megatron-core 0.19 or newer for its sparse attention, and "
+            f"{version('megatron-core')} is installed: install with Python 3.12 (launch/install.sh --gpu-versions)"
         )
 
 

@@ -23,6 +23,7 @@ from grpo_mp.doctor.model import diagnose_model, point_errors, random_tokens
 from grpo_mp.models.families import FAMILIES
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.utils.findings import Level
+from tests.sparse_attention import marked
 from tools.tiny.models import make_tiny, make_tokenizer
 
 LAYERS = 3
@@ -59,7 +60,7 @@ def with_changed(folder: Path, copy: Path, name: str, factor: float) -> Path:
     return copy
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", marked(FAMILIES))
 def test_every_family_is_compared_at_every_point(family: str, make_model: MakeModel) -> None:
     folder = make_model(family)
     tokens = tokens_of(folder)

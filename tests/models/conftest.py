@@ -23,6 +23,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "mixtral": GROUPED | {"num_local_experts": 4},
     "deepseek_v2": LATENT | {"q_lora_rank": None},
     "deepseek_v3": LATENT,
+    "deepseek_v32": LATENT,
+    "glm_moe_dsa": LATENT,
     "kimi_k2": LATENT,
     "glm4_moe_lite": LATENT,
     "minimax_m2": GROUPED | {"rotary_dim": 2},

@@ -75,6 +75,10 @@ def test_unsupported_values_are_refused(family: str, key: str, value: Any, make_
         ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported"),
         ("hy_v3", {"route_norm": None}, "route_norm is not true"),
         ("hy_v3", {"rope_scaling": LONG}, "engines ignore the rope scaling of Hy3: remove it"),
+        ("glm_moe_dsa", {"indexer_rope_interleave": None}, "indexer_rope_interleave is not true"),
+        ("glm_moe_dsa", {"index_skip_topk_offset": None}, "index_skip_topk_offset is missing"),
+        ("glm_moe_dsa", {"index_topk_pattern": "SFS"}, "does not give each of the 3 layers"),
+        ("glm_moe_dsa", {"index_topk_pattern": "FSFF"}, "does not give each of the 3 layers"),
         ("kimi_k2", {"rope_scaling": YARN | {"mscale": None}}, "mscale_all_dim but without mscale .*: set both"),
     ],
 )
@@ -138,6 +142,20 @@ def test_mscale_counts_only_together_with_mscale_all_dim(make_hf: MakeHf) -> Non
 
     assert mscale(mscale=0.7, mscale_all_dim=0.5) == (0.7, 0.5)
     assert mscale(mscale=0.7, mscale_all_dim=0) == mscale(mscale=None, mscale_all_dim=None) == (1.0, 0.0)
+
+
+def test_schedules_of_indexers(make_hf: MakeHf) -> None:
+    def schedule(layers: int, **changes: Any) -> tuple[int, int]:
+        config = FAMILIES["glm_moe_dsa"].config(make_hf("glm_moe_dsa", num_hidden_layers=layers, **changes))
+        return config["dsa_indexer_topk_freq"], config["dsa_indexer_skip_topk_offset"]
+
+    full = [1, 2, 3, *range(7, 79, 4)]  # layers of GLM-5.2, counted from 1
+    types = ["full" if layer in full else "shared" for layer in range(1, 79)]
+    assert schedule(78, indexer_types=types) == (4, 3)
+    assert schedule(78, index_topk_freq=4, index_skip_topk_offset=3) == (4, 3)
+    assert schedule(6, index_topk_pattern="FSSFSS") == (3, 1)
+    assert schedule(6, index_topk_pattern="FFFFFF") == schedule(6, index_topk_freq=1) == (1, 0)
+    assert schedule(2, index_topk_freq=4, index_skip_topk_offset=3) == (1, 0)
 
 
 def test_moe_layers(make_hf: MakeHf) -> None:

@@ -15,11 +15,12 @@ from grpo_mp.models.families import TRANSFORMERS_NAMES, family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param
 from tests.models.published import PUBLISHED
+from tests.sparse_attention import SPARSE
 from tools.tiny.models import make_tiny, make_tokenizer
 
 TINY: dict[str, Any] = {"num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 48}
 MOONLIGHT = {"q_lora_rank": None, "rope_scaling": None, "rope_theta": 50000.0, "n_group": 1, "topk_group": 1}
-SIGMOID = ("deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite", "hy_v3")
+SIGMOID = ("deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite", "hy_v3", *SPARSE)
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"tie_word_embeddings": True}),
     ("qwen3_moe", {"mlp_only_layers": [1], "num_experts": 4}),
@@ -33,6 +34,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v3", {"first_k_dense_replace": 2, "n_shared_experts": 2}),
     ("deepseek_v3", MOONLIGHT),
     ("kimi_k2", {}),
+    ("deepseek_v32", {}),
+    ("glm_moe_dsa", {}),
+    ("glm_moe_dsa", {"index_topk_freq": None, "indexer_types": ["full", "full", "shared"]}),
+    ("glm_moe_dsa", {"index_topk_freq": None, "index_topk_pattern": "FSS"}),
     ("glm4_moe", {"use_qk_norm": True, "attention_bias": True, "first_k_dense_replace": 2}),
     ("glm4_moe", {"use_qk_norm": False, "attention_bias": True}),
     ("glm4_moe_lite", {}),
@@ -65,9 +70,13 @@ def test_a_tied_output_layer_is_an_alias(tied: bool, make_hf: Any, family: str) 
     assert [param.name for param in params.values() if param.alias] == (["output_layer.weight"] if tied else [])
 
 
-def test_only_the_expert_bias_keeps_float32(make_hf: Any, family: str) -> None:
+def test_only_expert_biases_and_norms_of_indexers_keep_float32(make_hf: Any, family: str) -> None:
     hf = make_hf(family)
-    float32 = [param.name for param in family_of(hf).params(hf).values() if param.keep_float32]
+    params = family_of(hf).params(hf)
+    norms = [name for name in params if ".indexer.k_norm." in name]
+    assert bool(norms) == (family in SPARSE)
+    assert all(params[name].keep_float32 for name in norms)
+    float32 = [param.name for param in params.values() if param.keep_float32 and param.name not in norms]
     layers = (1, 2) if family in SIGMOID else range(4) if family == "minimax_m2" else ()
     assert float32 == [f"decoder.layers.{layer}.mlp.router.expert_bias" for layer in layers]
 

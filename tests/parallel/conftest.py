@@ -16,6 +16,7 @@ import torch
 from tests.parallel.cases import CASES, LAYOUTS, MODELS, Case, trains_mtp
 from tests.parallel.expected import Expected, expect
 from tests.parallel.full_model import Tensors, file_tensors, full_tensors
+from tests.sparse_attention import IS_COMPUTED, SPARSE, needs_megatron
 from tools.tiny.models import add_mtp_layer, make_tiny, make_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -85,16 +86,23 @@ class Outcomes:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is marked
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of slow cases."""
+    """Mark the tests of slow cases. Sparse attention runs only at the versions that GPUs get, and there always."""
     for item in items:
-        if any(CASES[name].slow for name in _selected([item])):
+        given = _selected([item])
+        if any(map(_is_sparse, given)):
+            item.add_marker(needs_megatron)
+        elif any(CASES[name].slow for name in given):
             item.add_marker(pytest.mark.slow)
+
+
+def _is_sparse(name: str) -> bool:
+    return MODELS[CASES[name].model][0] in SPARSE
 
 
 @pytest.fixture(scope="session")
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     """Run every case that a selected test is about, and those that it is compared with."""
-    cases = _with_needs(_selected(request.session.items))
+    cases = _with_needs(name for name in _selected(request.session.items) if IS_COMPUTED or not _is_sparse(name))
     root = tmp_path_factory.mktemp("parallel")
     (root / "given").mkdir()
     models = {name: Model(name, root) for name in dict.fromkeys(case.model for case in cases)}

@@ -109,6 +109,13 @@ def test_fused_kernels_by_model(name: str, fields: dict[str, object]) -> None:
     assert fused_fields(family_of(hf).config(hf)) == fields
 
 
+def test_fused_kernels_of_sparse_attention() -> None:
+    hf = published_config("deepseek-r1")
+    sparse = family_of(hf).config(hf) | {"experimental_attention_variant": "dsa"}
+    fields = {"apply_rope_fusion": False, "moe_permute_fusion": True, "dsa_kernel_backend": "tilelang"}
+    assert fused_fields(sparse) == fields
+
+
 def test_no_fused_rotary_embedding_for_heads_that_its_blocks_do_not_divide() -> None:
     model = family_of(hf := published_config("moonlight-16b-a3b")).config(hf)
     assert fused_fields(model | {"num_attention_heads": 20}) == {"apply_rope_fusion": False, "moe_permute_fusion": True}

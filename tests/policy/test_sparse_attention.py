@@ -1,0 +1,105 @@
+"""Sparse attention: dense where an indexer may choose all keys, indexers that stay as they are, stages, versions."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from grpo_mp.config.sections import LayoutConfig, ModelConfig, TrainingConfig
+from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.policy.forward import sequence_logits
+from grpo_mp.policy.load_models import policy_tensors
+from grpo_mp.policy.policy import check_policy
+from grpo_mp.utils.errors import UserError
+from tests.sparse_attention import IS_COMPUTED, needs_megatron
+from tools.tiny.models import PUBLISHED_KEYS, make_tiny, make_tokenizer
+
+TOKENS = torch.arange(1, 61)
+MakeModel = Callable[..., Path]
+
+
+@pytest.fixture
+def make_model(tmp_path: Path) -> MakeModel:
+    def make(family: str, **shape: Any) -> Path:
+        folder = tmp_path / f"{family}_{len(list(tmp_path.iterdir()))}"
+        make_tiny(folder, family, make_tokenizer(["apples"]), hidden_size=64, initializer_range=0.1, **shape)
+        return folder
+
+    return make
+
+
+def without_indexers(folder: Path) -> Path:
+    """Make a DeepSeek-V3 of the same weights."""
+    file = folder / "model.safetensors"
+    save_file({n: t for n, t in load_file(file).items() if ".indexer." not in n}, file, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | PUBLISHED_KEYS["deepseek_v3"]
+    changed = {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config | changed))
+    return folder
+
+
+def logits_of(folder: Path) -> torch.Tensor:
+    with policy_tensors(folder) as (model, _):
+        return sequence_logits(model, TOKENS)
+
+
+@needs_megatron
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_with_as_many_keys_as_tokens_it_is_deepseek_v3(family: str, make_model: MakeModel) -> None:
+    dense = logits_of(without_indexers(make_model(family)))
+    all_keys = logits_of(make_model(family, index_topk=len(TOKENS)))
+    some = logits_of(make_model(family, index_topk=16))
+    scale = dense.abs().max()
+    assert (all_keys - dense).abs().max() <= 2e-6 * scale
+    by_token = (some - dense).abs().amax(1) / scale
+    assert by_token[:16].max() <= 2e-6
+    assert by_token[17:].min() > 1e-4
+
+
+@needs_megatron
+def test_only_indexers_are_frozen(make_model: MakeModel) -> None:
+    with policy_tensors(make_model("glm_moe_dsa")) as (_, tensors):
+        frozen = {name for name, tensor in tensors.items() if tensor.is_leaf and not tensor.requires_grad}
+    indexers = {name for name in tensors if ".indexer." in name}
+    biases = {name for name in tensors if name.endswith("expert_bias")}
+    assert len(indexers) == 2 * 5
+    assert frozen == indexers | biases
+
+
+def refused(folder: Path, training: TrainingConfig | None = None, **sizes: int) -> str:
+    layout = LayoutConfig(**sizes)
+    model = ModelConfig(path=folder, dtype="float32")
+    with pytest.raises(UserError) as raised:
+        check_policy(HfConfig.read(folder), model, layout, training or TrainingConfig(), layout.model_parallel)
+    return str(raised.value)
+
+
+@needs_megatron
+def test_a_stage_cannot_start_with_a_layer_without_an_indexer(make_model: MakeModel) -> None:
+    folder = make_model("glm_moe_dsa")
+    sentence = refused(folder, pipeline=2, virtual_pipeline=2)
+    assert "layout.pipeline=2: a stage starts with a layer without an indexer" in sentence
+    assert "each starts with one of [0, 2]" in sentence
+    uneven = TrainingConfig(megatron_args={"pipeline_model_parallel_layout": "Et|tttL"})
+    assert "a stage starts with a layer without an indexer" in refused(folder, uneven, pipeline=2)
+    check_policy(
+        HfConfig.read(folder),
+        ModelConfig(path=folder, dtype="float32"),
+        LayoutConfig(pipeline=2),
+        TrainingConfig(megatron_args={"pipeline_model_parallel_layout": "Ett|ttL"}),
+        2,
+    )
+
+
+def test_what_sparse_attention_does_not_compute(make_model: MakeModel) -> None:
+    folder = make_model("deepseek_v32")
+    shared = refused(folder, TrainingConfig(share_prompts=True))
+    assert "training.share_prompts=true: in deepseek_v32 sparse attention chooses keys in each sequence" in shared
+    loss = refused(folder, TrainingConfig(megatron_args={"dsa_indexer_loss_coeff": 0.1}))
+    assert "dsa_indexer_loss_coeff cannot be set: indexers keep the weights of the checkpoint" in loss
+    if not IS_COMPUTED:
+        assert "deepseek_v32 needs megatron-core 0.19 or newer for its sparse attention" in refused(folder)
