@@ -171,7 +171,8 @@ TINY_CONFIGS: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": DEEPSEEK_V3
     | NO_GROUPS
     | INDEXER
-    | {"rope_scaling": None, "rope_theta": 1e6, "index_topk_freq": 2, "index_skip_topk_offset": 1},
+    | {"rope_scaling": None, "rope_theta": 1e6, "indexer_rope_interleave": True}
+    | {"index_topk_freq": 2, "index_skip_topk_offset": 1},
     "kimi_k2": DEEPSEEK_V3 | NO_GROUPS,
     "glm4_moe_lite": DEEPSEEK_V3 | NO_GROUPS | {"rope_scaling": None, "rope_theta": 1e6},
     "minimax_m2": BASE
@@ -198,9 +199,7 @@ PUBLISHED_KEYS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe_text", "qwen3_5_text"), INTERVAL),
     "qwen3_moe": {"num_experts": 8},
     "deepseek_v2": {"scoring_func": "softmax", "moe_layer_freq": 1, "ep_size": 1},
-    "deepseek_v3": SIGMOID_ROUTING_KEYS,
-    "deepseek_v32": SIGMOID_ROUTING_KEYS,
-    "glm_moe_dsa": SIGMOID_ROUTING_KEYS | {"indexer_rope_interleave": True},
+    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm_moe_dsa"), SIGMOID_ROUTING_KEYS),
     "kimi_k2": SIGMOID_ROUTING_KEYS | {"model_type": "kimi_k2"},
     "glm4_moe_lite": SIGMOID_ROUTING_KEYS | {"partial_rotary_factor": 1.0},
     "glm4_moe": {"partial_rotary_factor": 0.5, "num_nextn_predict_layers": 0},
