@@ -39,8 +39,8 @@ def check_index_share(config: TransformerConfig) -> None:
                 config, vp_stage=stage if virtual else None, pp_rank=rank
             )
         except RuntimeError as error:
-            every, first = (config.dsa_indexer_topk_freq, config.dsa_indexer_skip_topk_offset)
-            starts = [*range(first - 1), *range(first - 1, config.num_layers, every)]
+            first = config.dsa_indexer_skip_topk_offset - 1
+            starts = [*range(first), *range(first, config.num_layers, config.dsa_indexer_topk_freq)]
             raise UserError(
                 f"layout.pipeline={config.pipeline_model_parallel_size}: a stage starts with a layer without an "
                 "indexer, which takes the keys that a layer before it chose: give the stages layers with "
