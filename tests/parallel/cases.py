@@ -53,7 +53,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> family, and what di
     "moonlight": ("deepseek_v3", SMALL | SPARSE | DIRECT | MOONLIGHT | TWO_LAYERS),
     "kimi_k2": ("deepseek_v3", KIMI | SMALL | SPARSE | LATENT | TWO_LAYERS),
     # Most sequences are longer than the 8 keys that an indexer chooses.
-    "deepseek_v32": ("deepseek_v32", SMALL | SPARSE | LATENT | {"index_topk": 8}),
+    "deepseek_v32": ("deepseek_v32", SMALL | SPARSE | LATENT | TWO_LAYERS | {"index_topk": 8}),
     "glm_moe_dsa": ("glm_moe_dsa", SMALL | SPARSE | LATENT | {"index_topk": 8}),
     "glm4_moe": ("glm4_moe", GROUPED | SPARSE),
     "qwen3_next": ("qwen3_next", HYBRID | SPARSE | TWO_LAYERS),
@@ -116,7 +116,7 @@ COMPUTED_IN = {  # model -> layouts
     "deepseek_v2_lite": SPARSE_FAMILY,
     "moonlight": SPARSE_FAMILY,
     "kimi_k2": SPARSE_FAMILY,
-    "deepseek_v32": ("one", "tp2_ep2", "pp2_vpp2", "cp2", "tp2_cp2"),
+    "deepseek_v32": ("one", "tp2_ep2", "pp2", "cp2", "tp2_cp2"),
     "glm_moe_dsa": ("one", "tp2_ep2", "pp2", "cp2"),
     "glm4_moe": (*SPARSE_FAMILY, "cp2"),
     "glm4_moe_air": SPARSE_FAMILY,
@@ -211,7 +211,7 @@ def cases_with(measure: str) -> list[Case]:
 
 LOADING = {  # who saved -> layouts that load
     "deepseek_v3-tp2_ep2_pp2": ("one", "tp2", "pp2_vpp2", "ep2", "ep2_pp2"),
-    "deepseek_v32-tp2_ep2": ("one", "pp2_vpp2"),
+    "deepseek_v32-tp2_ep2": ("one", "pp2"),
     "qwen3_moe-pp2_vpp2": ("one", "tp2_ep2", "dp2"),
     "tied-pp2": ("one",),
     "deepseek_v3_mtp-tp2_ep2_pp2": ("pp2_vpp2",),

@@ -153,8 +153,9 @@ GPT_OSS = {
     "swiglu_limit": 0.5,  # low enough for tiny activations to reach it
     "rope_scaling": YARN,
 }
-# Most sequences are longer than index_topk. With more heads fewer keys have the same score, which is 0.
-INDEXER = {"index_topk": 16, "index_n_heads": 8, "index_head_dim": 32}
+# Most sequences are longer than index_topk. A key that no head scores above 0 has score 0: with few heads several keys
+# have it, and which of them are chosen is arbitrary.
+INDEXER = {"index_topk": 16, "index_n_heads": 16, "index_head_dim": 32}
 DEEPSEEK_V3 = BASE | MOE | MLA | SHARED_EXPERTS | {"n_group": 4, "topk_group": 2}
 TINY_CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": BASE | GROUPED_QUERY,
