@@ -16,7 +16,7 @@ DATA_SOURCES: Registry[ExtensionFunction] = Registry(
     "data source",
     {
         **{name: LazyEntry(f"grpo_mp.data.rows:read_{name}") for name in ("jsonl", "parquet", "datasets")},
-        "verifiers": LazyEntry("grpo_mp.rollout.verifiers_env:read_environment"),
+        "verifiers": LazyEntry("grpo_mp.rollout.verifiers_env:read_taskset"),
         "harbor": LazyEntry("grpo_mp.rollout.harbor:read_tasks"),
     },
     parameters=("name",),

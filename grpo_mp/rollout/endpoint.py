@@ -47,7 +47,8 @@ class Session:
     base_url: str
     api_key: str
     failure: "asyncio.Future[None]"
-    reached_limit: bool = False
+    role: str = ""  # of the agent, see Policy.generate
+    reached_limit: asyncio.Event = field(default_factory=asyncio.Event)
     turns: set["asyncio.Task[web.Response]"] = field(default_factory=set)  # tasks of running and waiting requests
     queue: asyncio.Lock = field(default_factory=asyncio.Lock)  # one turn at a time, in the order of the requests
     warned: set[str] = field(default_factory=set)  # ignored parameters already warned about, shared by all sessions
@@ -120,7 +121,7 @@ async def _serve(sessions: Mapping[str, Session], api: Api, handle: Handler, req
     except web.HTTPException:  # the body is too long
         raise
     except EpisodeLimitError as error:
-        session.reached_limit = True
+        session.reached_limit.set()
         return _error(api, 400, str(error), INVALID, "context_length_exceeded")
     except EngineError as error:
         return _fail(session, api, error)
@@ -137,7 +138,7 @@ async def _answer(session: Session, api: Api, chat: ChatRequest) -> web.Response
         LOGGER.warning("requests of agents give %s: turns are sampled as the run says", ", ".join(ignored))
     policy = session.policy
     async with session.queue:
-        turn = await chat.generate(policy)
+        turn = await chat.generate(policy, session.role)
         *before, _ = policy.episode().segments
     answer = api.response(turn, sum(len(part.tokens) for part in before))
     if chat.stream:
@@ -161,9 +162,10 @@ async def _generate(session: Session, turn: "asyncio.Task[web.Response]") -> web
 
 
 def _session(sessions: Mapping[str, Session], api: Api, request: web.Request) -> Session:
-    kind, _, key = request.headers.get("Authorization", "").partition(" ")
-    key = key if kind == "Bearer" else request.headers.get("X-Api-Key", "")  # Anthropic's header
-    if key not in sessions:
+    bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
+    keys = (bearer, *map(request.headers.get, ("X-Api-Key", "X-Session-ID")))  # headers of Anthropic and of verifiers
+    key = next((key for key in keys if key in sessions), None)
+    if key is None:
         body = api.error_body("the key is of no episode, or of one that has ended", INVALID, "invalid_api_key")
         raise web.HTTPUnauthorized(text=json.dumps(body), content_type="application/json")
     return sessions[key]

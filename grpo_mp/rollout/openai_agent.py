@@ -59,7 +59,7 @@ async def run_agent(endpoint: Endpoint, policy: Policy, work: Callable[[Session]
                 raise RuntimeError("the agent cancelled its own task")
             return agent.result()
         except Exception:
-            if session.reached_limit:  # the agent failed on the error reply to a request beyond the limit
+            if session.reached_limit.is_set():  # the agent failed on the error reply to a request beyond the limit
                 raise EpisodeLimitError("a request passed a limit of the episode") from None
             raise
         finally:

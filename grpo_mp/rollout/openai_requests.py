@@ -101,12 +101,13 @@ class ChatRequest(BaseModel):
     stream: bool | None = None
     n: Literal[1] | None = None
 
-    async def generate(self, policy: Policy) -> Turn:
+    async def generate(self, policy: Policy, role: str) -> Turn:
         return await policy.generate(
             self._messages(),
             max_tokens=min(filter(None, (self.max_completion_tokens, self.max_tokens)), default=None),
             tools=self._tools(),
             stop=[*filter(None, self.stop)],
+            role=role,
         )
 
     def count_tokens(self, policy: Policy) -> int:

@@ -1,95 +1,104 @@
 """Environments of the `verifiers` library as a data source and as a rollout function."""
 
 import importlib
-import json
-import signal
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from functools import cache
+from contextlib import AsyncExitStack, contextmanager
+from copy import copy
+from dataclasses import replace
+from statistics import fmean
 from typing import Any
-
-import httpx
 
 from grpo_mp.rollout.endpoint import Endpoint, Session
 from grpo_mp.rollout.openai_agent import run_agent
+from grpo_mp.rollout.openai_requests import MODEL
 from grpo_mp.rollout.protocol import Episode, Policy, Task
 from grpo_mp.utils.errors import UserError, one_line
+from grpo_mp.utils.reading import parse_json
 
-VERSIONS = "verifiers>=0.1.14,<0.4"
-FIELDS = ("prompt", "answer", "info", "task", "example_id")  # columns of a data row that `run_rollout` needs
+VERSIONS = "verifiers>=0.4,<0.5"
 
 
 class VerifiersRollout:
-    """The rollout function `verifiers`: an environment rolls out an episode against the policy's endpoint."""
+    """The rollout function `verifiers`: the agents of an environment play an episode on the policy's endpoint."""
 
-    def __init__(self, environment: str, args: Mapping[str, Any] | None = None) -> None:
-        """Load an environment by name. Raises UserError for an environment that rolls out or scores whole groups."""
-        self._environment = load_environment(environment, json.dumps(args or {}, sort_keys=True))
-        if self._environment.requires_group_rollouts:
-            raise UserError(f"{_label(environment)}: it rewards or runs whole groups, which is not supported")
+    def __init__(self, **settings: Any) -> None:
+        """Load an environment. `settings`: the section `env` of verifiers, such as `taskset: {id: NAME}`."""
+        with _refuse_failures("rollout.function_args") as library:
+            self._environment = library.load_environment(library.resolve_env_config(settings))
+        self._library = library
         self._endpoint = Endpoint()
 
     async def __call__(self, task: Task, policy: Policy) -> Episode:
-        output = await run_agent(self._endpoint, policy, lambda session: self._play(task, session))
-        return policy.episode(output["reward"], output["metrics"])
+        """Play one task. The reward is the mean of the trained agents' rewards.
 
-    async def _play(self, task: Task, session: Session) -> Mapping[str, Any]:
-        openai = importlib.import_module("openai")
-        clients = importlib.import_module("verifiers.clients")
-        columns = task.prompt.columns
-        row = {name: columns[name] for name in FIELDS if columns.get(name) is not None}
-        async with openai.AsyncOpenAI(
-            base_url=session.base_url,
-            api_key=session.api_key,
-            max_retries=0,
-            http_client=httpx.AsyncClient(trust_env=False, timeout=None),
-        ) as connection:
-            client = clients.OpenAIChatCompletionsClient(connection)
-            output: Mapping[str, Any] = await self._environment.run_rollout(row, client, "policy", {})
-        if output.get("error"):
-            raise RuntimeError(f"the environment ended with {one_line(output['error'])}")
-        return output
+        Each agent is a role of the policy; several have rewards of their own. Raises RuntimeError if one failed.
+        """
+        played = await run_agent(
+            self._endpoint, policy, lambda session: self._play(task.prompt.columns["task"], session)
+        )
+        if not played.ok:
+            failed = [*played.errors, *(error for trace in played.traces if not trace.ok for error in trace.errors)]
+            raise RuntimeError(f"the environment ended with {failed[-1].type}: {one_line(failed[-1].message)}")
+        metrics = dict[str, float]()
+        rewards = dict[str, list[float]]()
+        for trace in played.traces:
+            role = trace.agent.name
+            values = {name: reward and reward.score for name, reward in trace.rewards.items()} | trace.metrics
+            metrics |= {f"{role}/{name}": value for name, value in values.items() if value is not None}
+            if trace.agent.trainable:
+                rewards.setdefault(role, []).append(trace.reward)
+        by_role = {role: fmean(of_role) for role, of_role in rewards.items()}
+        episode = policy.episode(fmean(by_role.values()), metrics)
+        return episode.with_role_rewards(by_role) if len(by_role) > 1 else episode
+
+    async def _play(self, data: Mapping[str, Any], session: Session) -> Any:
+        """Return an episode that the environment ran. The id of an agent's trace is the key of its requests."""
+        environment = copy(self._environment)  # which holds the servers of the episode
+        make_task = type(environment.taskset).task_type()
+        task = make_task(make_task.data_type().model_validate(data), environment.config.taskset.task)
+        client = self._library.EvalClientConfig(base_url=session.base_url, api_key_var="")
+        sessions = self._endpoint.sessions
+        async with AsyncExitStack() as opened:
+
+            def admit(trace: Any) -> None:
+                policy = session.policy if trace.agent.trainable else session.policy.unrecorded()
+                sessions[trace.id] = replace(session, policy=policy, role=trace.agent.name)
+                opened.callback(sessions.pop, trace.id)
+
+            await opened.enter_async_context(environment.serving())
+            return await environment.run_episode(task, self._library.ModelContext(MODEL, client), on_trace=admit)
 
 
-def read_environment(name: str) -> Iterator[dict[str, Any]]:
-    """Yield the dataset rows of an environment. `name`: `NAME`, `NAME:eval` or `NAME:train:{"argument": 1}`."""
-    environment, _, rest = name.partition(":")
-    split, _, args = rest.partition(":")
-    if split not in ("", "train", "eval"):
-        raise UserError(f"data.source=verifiers: {name!r} is not NAME, NAME:train or NAME:eval, with :{{arguments}}")
-    try:
-        loaded = load_environment(environment, json.dumps(json.loads(args or "{}"), sort_keys=True))
-    except ValueError as error:
-        raise UserError(f"data.source=verifiers: the arguments of {name!r} are no JSON: {error}") from error
-    yield from loaded.get_eval_dataset() if split == "eval" else loaded.get_dataset()
+def read_taskset(name: str) -> Iterator[dict[str, Any]]:
+    """Yield a row for each task of a taskset: `prompt`, its chat messages, and `task`, its data.
 
-
-@cache
-def load_environment(name: str, args: str) -> Any:
-    """Load an environment; cached, so that each is loaded once in a process. `args`: keyword arguments as JSON."""
-    try:
-        library: Any = importlib.import_module("verifiers.utils.env_utils")
-    except ImportError as error:
-        raise UserError(
-            f"{_label(name)}: the library is missing here, or of another version ({error}): pip install {VERSIONS!r}"
-        ) from error
-    try:
-        with _own_signals():
-            return library.load_environment(name, **json.loads(args))
-    except Exception as error:
-        raise UserError(f"{_label(name)}: loading it failed: {type(error).__name__}: {one_line(error)}") from error
+    `name`: `NAME`, or with settings of the taskset `NAME:{"count": 100}`.
+    """
+    taskset, _, settings = name.partition(":")
+    given = parse_json(settings or "{}", f"data.source=verifiers: the settings of {name!r}")
+    with _refuse_failures(f"data.source=verifiers: {taskset}") as library:
+        config = library.taskset_config_type(taskset).model_validate({**given, "id": taskset})
+        tasks = library.load_taskset(config)
+        if not tasks.bounded:
+            raise ValueError("it has no end: set its size in its settings")
+        for task in tasks:
+            data = task.data.model_dump(mode="json")
+            asked = data["prompt"] or ""
+            messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+            system = [{"role": "system", "content": data["system_prompt"]}] if data["system_prompt"] else []
+            yield {"prompt": system + messages, "task": data}
 
 
 @contextmanager
-def _own_signals() -> Iterator[None]:
-    """Restore the handlers of SIGINT and SIGTERM after the body, since loading an environment replaces them."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+def _refuse_failures(section: str) -> Iterator[Any]:
+    """Yield the library. Raises UserError where it is missing, and for a failure of the body."""
     try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
-def _label(name: str) -> str:
-    return f"environment {name!r} of verifiers"
+        library = importlib.import_module("verifiers.v1")
+    except ImportError as error:
+        raise UserError(
+            f"{section}: verifiers is missing here, or of another version ({error}): pip install {VERSIONS!r}"
+        ) from error
+    try:
+        yield library
+    except Exception as error:
+        raise UserError(f"{section}: loading it failed: {type(error).__name__}: {one_line(error)}") from error
