@@ -48,7 +48,8 @@ class Workspace:
         """Start the sandbox and write the repository.
 
         Columns: `files` {path: text}, written first; `setup`, a command run after that; `tests` {path: text}, written
-        when the episode has ended; `test_command`, whose exit status 0 is reward 1 (default: python3 -m pytest -q).
+        when the episode has ended; `test_command`, whose exit status 0 is reward 1 (default: python3 -m pytest -q);
+        `test_timeout_s`, its time limit instead of the argument.
         With `reward_from_output` the last line that the command prints is the reward: a number, or JSON with `reward`.
         """
         self._columns = columns
@@ -94,7 +95,7 @@ class Workspace:
         """Write the tests, run the test command, and return the reward, see `reset`."""
         self._write(self._columns.get("tests"))
         command = self._columns.get("test_command") or "python3 -m pytest -q"
-        outcome = self._run(command, self._test_timeout_s)
+        outcome = self._run(command, self._columns.get("test_timeout_s") or self._test_timeout_s)
         if outcome.status is None or not self._columns.get("reward_from_output"):
             return float(outcome.status == 0)
         return read_number(outcome.stdout)

@@ -158,8 +158,8 @@ def test_tasks_of_harbor_are_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "/app",
     )
     assert (second["task"], second["image"], second["folder"]) == ("named", "registry/named:1", "/srv")
-    (tmp_path / "greeting/task.toml").write_text("[[steps]]\n")
-    with pytest.raises(UserError, match="greeting: a task of several steps is not supported"):
+    (tmp_path / "greeting/task.toml").write_text('[[steps]]\nname = "one"\n')
+    with pytest.raises(UserError, match=r"greeting: steps of task\.toml is not supported"):
         read_rows(str(tmp_path), "harbor")
     (tmp_path / "greeting/task.toml").write_text('[verifier]\nenvironment_mode = "separate"\n')
     with pytest.raises(UserError, match="greeting: tests in a container of their own are not supported"):
@@ -173,14 +173,37 @@ def test_tasks_of_harbor_are_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 )
 def test_the_tests_of_a_harbor_task_give_the_reward(tmp_path: Path, command: str, reward: float) -> None:
     """In bubblewrap, where only the working folder can be written; in a container the places are Harbor's own."""
-    (row,) = read_tasks(str(make_task(tmp_path / "greeting")))
+    assert reward_after(command, make_task(tmp_path / "greeting")) == reward
+
+
+def reward_after(command: str, task: Path) -> float | None:
+    (row,) = read_tasks(str(task))
     text = json.dumps(row).replace("/tests/", "/program/tests/").replace(REWARDS, "/program/logs")
     row = json.loads(text) | {"folder": ".", "image": ""}
     kit, tools = open_workspace(row, sandbox="bubblewrap{image}", folder="{folder}")
     call(tools, "bash", command=command)
-    assert LOOP.run_until_complete(tools.reward()) == reward
+    reward = LOOP.run_until_complete(tools.reward())
     LOOP.run_until_complete(tools.close())
     LOOP.run_until_complete(kit.close())
+    return reward
+
+
+@pytest.mark.parametrize(
+    ("script", "reward"),
+    [
+        ("exit 1", 0.0),
+        ("printf noise; echo 0.5 > /program/logs/reward.txt", 0.5),
+        ("echo 1 > /program/logs/reward.txt; printf '{\n\"reward\":\n0.25}' > /program/logs/reward.json", 0.25),
+        ("#!/usr/bin/env python3\nopen('/program/logs/reward.txt', 'w').write('0.75')", 0.75),
+        ("sleep 60; echo 1 > /program/logs/reward.txt", 0.0),  # beyond verifier.timeout_sec
+    ],
+)
+def test_the_reward_is_that_of_the_test_script(tmp_path: Path, script: str, reward: float) -> None:
+    """The policy has written another, which does not count."""
+    task = make_task(tmp_path / "greeting")
+    (task / "task.toml").write_text(f"[verifier]\ntimeout_sec = {2.0 if 'sleep' in script else 60.0}\n")
+    (task / "tests/test.sh").write_text(script)
+    assert reward_after("mkdir logs; echo 1 > logs/reward.txt; echo 1 > logs/reward.json", task) == reward
 
 
 def test_a_reward_is_the_last_line_that_the_tests_print() -> None:
