@@ -16,6 +16,7 @@ from grpo_mp.utils.types import Message
 
 PARAMETERS = "responses_create_params"
 MOST_BYTES = 2**26  # maximum size of an answer
+ANSWER_S = 30.0  # time limit of the answer that is asked for at the start
 
 
 def read_tasks(name: str) -> Iterator[dict[str, Any]]:
@@ -38,9 +39,14 @@ class Resources:
     """The rollout function: calls the tools of a task on a resources server, which verifies the episode."""
 
     def __init__(self, url: str, tool_s: float = 60.0) -> None:
-        """Set the server's address, `url`, and the time limit of one tool call, `tool_s`, in seconds."""
+        """Check that a server answers at `url`. `tool_s`: time limit of one tool call, in seconds."""
         if not str(url).startswith(("http://", "https://")):
             raise UserError(f"rollout.function_args: url is {url!r:.80}: set the address of a resources server")
+        try:
+            httpx.get(url, timeout=ANSWER_S, trust_env=False)
+        except httpx.TransportError as error:
+            reason = f"{type(error).__name__}: {one_line(error)}"
+            raise UserError(f"rollout.function_args: no resources server answers at {url}: {reason}") from error
         self._url = url
         self._tool_s = tool_s
 

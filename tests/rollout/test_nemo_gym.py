@@ -99,7 +99,7 @@ def test_an_example_of_the_package_is_played(counter: str) -> None:
 
 @pytest.fixture
 def faulty() -> Iterator[ThreadingHTTPServer]:
-    """A server with the attributes `replies`, texts by path, `asked`, requests by path, and `hangs`."""
+    """A server with the attributes `replies`, texts or None by path, `asked`, requests by path, and `hangs`."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -107,7 +107,10 @@ def faulty() -> Iterator[ThreadingHTTPServer]:
             server.asked[self.path] = body  # type: ignore[attr-defined]
             if self.path == server.hangs:  # type: ignore[attr-defined]
                 time.sleep(2.0)
-            reply = server.replies.get(self.path, "{}").encode()  # type: ignore[attr-defined]
+            text = server.replies.get(self.path, "{}")  # type: ignore[attr-defined]
+            if text is None:
+                return
+            reply = text.encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(reply)))
             self.end_headers()
@@ -175,13 +178,18 @@ def test_calls_that_hang_flood_or_meet_no_server_are_bounded(faulty: Any) -> Non
     sample, _ = play(url, ROW, ["[add]({})", "2."])
     assert (sample.state, sample.episode_reward) == ("truncated", 0.5)
     assert faulty.asked["/verify"]["response"]["status"] == "incomplete"
-    sample, _ = play("http://127.0.0.1:1", ROW, ["2."])
-    assert "ConnectionError: the resources server http://127.0.0.1:1 is lost: ConnectError" in sample.error
+    faulty.replies["/seed_session"] = None
+    sample, _ = play(url, ROW, ["2."])
+    assert f"ConnectionError: the resources server {url} is lost: RemoteProtocolError" in sample.error
 
 
 def test_bad_settings_and_rows_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="set the address of a resources server"):
         play("HOST", ROW, [])
+    with pytest.raises(
+        UserError, match=r"^rollout\.function_args: no resources server answers at http://127\.0\.0\.1:1: Con"
+    ):
+        play("http://127.0.0.1:1", ROW, [])
     (tmp_path / "rows.jsonl").write_text(
         json.dumps(ROW) + '\n{"responses_create_params": {"input": [{"role": "user"}]}}\n'
     )
