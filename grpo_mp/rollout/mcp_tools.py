@@ -5,6 +5,7 @@ import importlib
 import json
 import logging
 import os
+import re
 import shlex
 import tempfile
 import weakref
@@ -49,8 +50,7 @@ class Server(ListedTools, BoundedTools):
         """Check the arguments and import `mcp`; nothing is started.
 
         `command`: the words of the command line of a server that speaks on stdin and stdout; `url`: address of a
-        server that speaks streamable HTTP; `headers`: HTTP headers, in which `$NAME` stands for an environment
-        variable; `parallel`: see BoundedTools.
+        server that speaks streamable HTTP; `headers`: see fill_in; `parallel`: see BoundedTools.
         """
         if isinstance(command, str) or bool(command) == bool(url):
             raise UserError(f"{SECTION}: set either command, a list of words, or url")
@@ -60,7 +60,7 @@ class Server(ListedTools, BoundedTools):
         self.parallel = parallel
         self._command = [str(word) for word in command]
         self._url = url
-        self._headers = {name: os.path.expandvars(value) for name, value in (headers or {}).items()}
+        self._headers = fill_in(headers or {}, SECTION)
         self._connection: _Connection | None = None
 
     async def schemas(self) -> list[dict[str, Any]]:
@@ -171,6 +171,13 @@ class _Connection:
             await self.session.initialize()
             self._is_open.set()
             await self._is_unused.wait()
+
+
+def fill_in(headers: Mapping[str, str], section: str) -> dict[str, str]:
+    """Return HTTP headers with environment variables for `$NAME`. Raises UserError for one that is not set."""
+    if missing := set(re.findall(r"\$\{?(\w+)", " ".join(headers.values()))) - os.environ.keys():
+        raise UserError(f"{section}: headers: set ${min(missing)}, and name it in rollout.tool_environment")
+    return {name: os.path.expandvars(value) for name, value in headers.items()}
 
 
 @asynccontextmanager

@@ -3,7 +3,6 @@
 import importlib
 import json
 import math
-import os
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
@@ -12,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from grpo_mp.rollout.mcp_tools import ConnectionLostError, ToolCallError
+from grpo_mp.rollout.mcp_tools import ConnectionLostError, ToolCallError, fill_in
 from grpo_mp.rollout.protocol import ListedTools, function_schema
 from grpo_mp.utils.errors import UserError, one_line
 
@@ -33,7 +32,7 @@ class Environment(ListedTools):
     def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
         """Check the arguments and import `websockets`; nothing is connected.
 
-        `url`: address of the server; `headers`: HTTP headers, in which `$NAME` stands for an environment variable.
+        `url`: address of the server; `headers`: see fill_in.
         """
         if not str(url).startswith(("http://", "https://")):
             raise UserError(f"{SECTION}: url is {url!r:.80}: set the address of a server, http://HOST:8000")
@@ -42,7 +41,7 @@ class Environment(ListedTools):
         except ImportError as error:
             raise UserError(f"{SECTION}: the package is missing here ({error}): pip install websockets") from error
         self._url = url.rstrip("/")
-        self._headers = {name: os.path.expandvars(value) for name, value in (headers or {}).items()}
+        self._headers = fill_in(headers or {}, SECTION)
         self._socket: Any = None
         self._lost = ""  # why the session was lost
         self._is_over = False

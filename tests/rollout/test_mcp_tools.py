@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ needs_mcp = pytest.mark.skipif(importlib.util.find_spec("mcp") is None, reason="
 LIMIT_S = 600.0
 SERVER = """
 import os, sys, time
-from mcp.server.fastmcp import FastMCP, Image
+from mcp.server.fastmcp import Context, FastMCP, Image
 
 folder, *port = sys.argv[1:]
 open(f"{folder}/{os.getpid()}", "w").close()
@@ -61,18 +61,49 @@ def get_reward(how: str) -> str:
 def image() -> Image:
     return Image(data=b"none", format="png")
 
+@server.tool()
+def authorization(context: Context) -> str:
+    return context.request_context.request.headers["Authorization"]
+
 server.run("streamable-http" if port else "stdio")
+"""
+# A server of its own lines, whose answer to a call is not what the protocol asks for.
+MALFORMED = """
+import json, sys
+
+capable = {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}, "serverInfo": {"name": "x", "version": "1"}}
+tools = [{"name": "say", "inputSchema": {"type": "object"}}] if sys.argv[1] == "lists" else [{"name": 1}]
+for line in sys.stdin:
+    asked = json.loads(line)
+    results = {"initialize": capable, "tools/list": {"tools": tools}}
+    if asked["method"] == "tools/call":
+        results["tools/call"] = json.loads(asked["params"]["arguments"]["result"])
+    if "id" in asked:
+        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": results[asked["method"]]}), flush=True)
+"""
+OWNER = f"""
+import asyncio, sys
+from grpo_mp.rollout.protocol import ToolCall
+from grpo_mp.rollout.tools import load_tools
+
+async def play():
+    tools = await kit.open(600.0, 100)
+    print((await tools.call(ToolCall("note", {{"line": "a"}}))).text, flush=True)
+    await asyncio.sleep(3600)
+
+kit = load_tools(["{PATH}"], arguments={{"{PATH}": {{"command": sys.argv[1:]}}}})
+asyncio.run(play())
 """
 
 
-def with_tools(work: Callable[[ToolKit], Awaitable[Any]], **arguments: Any) -> Any:
+def with_tools(work: Callable[[ToolKit], Awaitable[Any]], variables: Sequence[str] = (), **arguments: Any) -> Any:
     async def run() -> Any:
         try:
             return await work(kit)
         finally:
             await kit.close()
 
-    kit = load_tools([PATH], arguments={PATH: arguments})
+    kit = load_tools([PATH], arguments={PATH: arguments}, variables=variables)
     return run_with_skips(run())
 
 
@@ -96,7 +127,7 @@ def test_a_server_is_a_process_of_its_episode(
     folder = tmp_path / "pids"
 
     async def play(kit: ToolKit) -> None:
-        note, _, _ = [schema["function"] for schema in kit.schemas]
+        note, *_ = [schema["function"] for schema in kit.schemas]
         assert (note["name"], note["description"]) == ("note", "Write a line down.")
         assert note["parameters"]["properties"]["line"]["type"] == "string"
         first, second = [await kit.open(LIMIT_S, 100) for _ in range(2)]
@@ -161,6 +192,54 @@ def test_a_server_at_a_url_is_called_by_all_episodes(served: tuple[subprocess.Po
 
 
 @needs_mcp
+def test_headers_have_variables_of_the_tools_environment(
+    served: tuple[subprocess.Popen[bytes], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ask(kit: ToolKit) -> None:
+        tools = await kit.open(LIMIT_S, 100)
+        assert await call(tools, "authorization") == ToolResult("Bearer a$b")
+        await tools.close()
+
+    monkeypatch.setenv("SEARCH_KEY", "a$b")
+    headers = {"Authorization": "Bearer ${SEARCH_KEY}"}
+    with_tools(ask, ["SEARCH_KEY"], url=served[1], headers=headers)
+    with pytest.raises(UserError, match=r"set \$SEARCH_KEY, and name it in rollout\.tool_environment"):
+        with_tools(ask, url=served[1], headers=headers)  # the run has it, but not the tool's process
+
+
+@needs_mcp
+def test_a_malformed_reply_is_an_error_of_the_call(tmp_path: Path) -> None:
+    (tmp_path / "server.py").write_text(MALFORMED)
+
+    async def play(kit: ToolKit) -> None:
+        tools = await kit.open(LIMIT_S, 200)
+        for result in ('{"content": "x"}', '{"content": [{"type": "say"}]}', "{}"):
+            reply = await call(tools, "say", result=result)
+            assert (reply.error, reply.text.partition(": ")[2][:15]) == ("raised", "ValidationError")
+        assert await call(tools, "say", result='{"content": [{"type": "text", "text": "x"}]}') == ToolResult("x")
+        unread = asyncio.create_task(call(tools, "say", result="[]"))  # no message: it is awaited until the limit
+        await asyncio.sleep(0.5)
+        skip(LIMIT_S)
+        assert (await unread).error == "timeout"
+        await tools.close()
+
+    with_tools(play, command=[sys.executable, str(tmp_path / "server.py"), "lists"])
+    with pytest.raises(UserError, match=r"^rollout\.tools .*: ValidationError"):
+        load_tools([PATH], arguments={PATH: {"command": [sys.executable, str(tmp_path / "server.py"), ""]}})
+
+
+@needs_mcp
+def test_a_server_ends_with_a_killed_rank(script: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", OWNER, sys.executable, script, str(tmp_path / "pids")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout
+        assert owner.stdout.readline() == "1 lines\n"
+        owner.kill()
+    assert len(pids := os.listdir(tmp_path / "pids")) == 2  # one to list the tools
+    assert all(map(has_ended, pids))
+
+
+@needs_mcp
 def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = read_example("Tools of an MCP server", tmp_path)["rollout"]
     monkeypatch.chdir(tmp_path)
@@ -181,6 +260,7 @@ def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ({}, "set either command, a list of words, or url"),
         ({"command": "python server.py"}, "set either command, a list of words, or url"),
         ({"command": ["true"], "parallel": 0}, "parallel is 0: set a number of calls, 1 or more"),
+        ({"url": "http://127.0.0.1:1/mcp", "headers": {"X": "$NO_SUCH"}}, "headers: set $NO_SUCH, and name it in"),
         ({"command": ["no-such-server"]}, "`no-such-server` does not start or answer: FileNotFoundError"),
         ({"command": [sys.executable, "-c", "import sys; sys.exit('no licence')"]}, "; it wrote: no licence"),
         ({"command": ["sleep", "600"]}, "Server took longer than 3 s"),
