@@ -53,6 +53,7 @@ def sample_lines(groups: Iterable[SampleGroup], **columns: Any) -> Iterator[str]
 
 def sample_record(group: SampleGroup, sample: Sample) -> dict[str, Any]:
     """Return a sample as a JSON object. `weight_version` holds the versions of the first and last token."""
+    messages = [{**message, "of": one.role} for one in sample.sequences for message in one.messages]
     return {
         "prompt": group.prompt.text,
         "expected": group.prompt.answer,
@@ -62,7 +63,7 @@ def sample_record(group: SampleGroup, sample: Sample) -> dict[str, Any]:
         "is_correct": sample.is_correct,
         "extra": sample.extra,
         "truncated": sample.truncated,
-        **({"state": sample.state, "messages": sample.messages, "error": sample.error} if sample.state else {}),
+        **({"state": sample.state, "messages": messages, "error": sample.error} if sample.state else {}),
         "tokens": len(sample.tokens),
         "prompt_tokens": len(sample.prompt_tokens),
         "weight_version": [sample.weight_versions[0], sample.weight_versions[-1]],

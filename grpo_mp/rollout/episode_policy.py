@@ -200,7 +200,10 @@ class EpisodePolicy:
             turns=self.turns,
             forks=len(self._earlier) + 1 - len({one.role for one in (*self._earlier, self._sequence)}),
             routed_experts=self._sequence.experts,
-            earlier=tuple(RecordedSequence(before.segments, before.experts, before.role) for before in self._earlier),
+            earlier=tuple(
+                RecordedSequence(one.segments, one.experts, one.role, one.messages[one.prompt_messages :])
+                for one in self._earlier
+            ),
             role=self._sequence.role,
         )
 

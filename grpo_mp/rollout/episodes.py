@@ -233,7 +233,10 @@ def as_sample(outcome: Outcome, group_id: int, index: int, end_token: int) -> Sa
     """
     episode = outcome.episode
     sequences: list[RecordedSequence | Episode] = [*episode.earlier, episode]
-    *earlier, last = (_tokens_of(one.segments, one.routed_experts, end_token) | {"role": one.role} for one in sequences)
+    *earlier, last = (
+        _tokens_of(one.segments, one.routed_experts, end_token) | {"role": one.role, "messages": one.messages}
+        for one in sequences
+    )
     return Sample(
         group_id,
         index,
@@ -243,7 +246,6 @@ def as_sample(outcome: Outcome, group_id: int, index: int, end_token: int) -> Sa
         state=episode.state,
         episode_reward=episode.reward,
         metrics={**episode.metrics, "turns": episode.turns, "forks": episode.forks, **outcome.seconds},
-        messages=episode.messages,
         error=outcome.error,
         earlier=tuple(
             Sample(group_id, index, **tokens, truncated=False, part=part)

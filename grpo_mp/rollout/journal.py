@@ -199,6 +199,7 @@ def _plain(sample: Sample) -> Sample:
         sample,
         messages=tuple(json.loads(as_json(sample.messages))),
         extra=json.loads(as_json(sample.extra)),
+        earlier=tuple(map(_plain, sample.earlier)),
     )
 
 

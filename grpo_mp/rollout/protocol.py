@@ -142,6 +142,7 @@ class RecordedSequence:
     segments: tuple[Segment, ...]
     routed_experts: ExpertIds | None = field(default=None, compare=False, repr=False)
     role: str = ""
+    messages: tuple[Message, ...] = ()
 
 
 @dataclass(frozen=True)

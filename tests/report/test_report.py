@@ -158,7 +158,9 @@ def test_episodes_show_their_turns_and_failures_are_counted_by_kind(tmp_path: Pa
     messages = [
         {"role": "assistant", "content": f"look {EVIL}", "tool_calls": [call]},
         {"role": "tool", "name": "bash", "content": "one.py"},
-        {"role": "assistant", "content": "done"},
+        {"role": "assistant", "content": "done", "of": ""},
+        {"role": "user", "content": "checked?", "of": "second"},
+        {"role": "assistant", "content": "yes", "of": "second"},
     ]
     error = "prompt {}, sample 0, turn {}: it raised KeyError: 'no such row'"
     lines = [
@@ -172,6 +174,8 @@ def test_episodes_show_their_turns_and_failures_are_counted_by_kind(tmp_path: Pa
         ("policy, trained on", f"look {EVIL}\nbash({{'command': 'ls'}})"),
         ("bash, given", "one.py"),
         ("policy, trained on", "done"),
+        ("second: user, given", "checked?"),
+        ("second: policy, trained on", "yes"),
     ]
     assert best.facts.startswith("completed, reward 1")
     assert section.tables[0].rows == (("it raised KeyError: 'no such row'", "2"),)

@@ -14,6 +14,7 @@ import torch
 from grpo_mp.algorithms.advantages import EPS, estimate_process
 from grpo_mp.algorithms.settings import AdvantageConfig
 from grpo_mp.batching.exchange import sample_infos
+from grpo_mp.monitor.samples import sample_record
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rollout.episodes import with_failures
@@ -132,6 +133,11 @@ def test_each_role_has_a_sequence_and_a_reward_at_its_last_turn() -> None:
     own = [[one.tokens[place] for place in generated(one)] for one in played.sequences]
     assert [*map(client.tokenizer.decode, own)] == ["7<|im_end|>" * 2] * 2
     assert counts(played) == {"turns": 4, "forks": 0}
+    shown = sample_record(SampleGroup(Prompt(4, "", (1,)), (played,)), played)["messages"]
+    spoken = [("assistant", "7"), ("user", "Again."), ("assistant", "7")]
+    assert [(one["of"], one["role"], one["content"]) for one in shown] == [
+        (of, *said) for of in ("", "judge") for said in spoken
+    ]
     assert "no reward of the role 'judge': give one for each role with turns" in wrong.error
 
 

@@ -230,7 +230,8 @@ def _answer(why: str, step: int, line: Line) -> Answer:
 
 def _role(message: Mapping[str, Any]) -> str:
     is_policy = message.get("role") == "assistant"
-    return "policy, trained on" if is_policy else f"{message.get('name') or message.get('role')}, given"
+    label = "policy, trained on" if is_policy else f"{message.get('name') or message.get('role')}, given"
+    return f"{message['of']}: {label}" if message.get("of") else label
 
 
 def _text(message: Mapping[str, Any]) -> str:
