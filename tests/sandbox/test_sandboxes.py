@@ -363,3 +363,36 @@ def copy_python(usr: Path) -> None:
         "test", "idlelib", "lib2to3", "ensurepip", "__pycache__", "dist-packages", "config-*"
     )
     shutil.copytree("/" / library, usr / library.relative_to("usr"), ignore=left_out, symlinks=True)
+
+
+MANY = 200
+STARTS_MANY = f"""
+import sys, time
+from concurrent.futures import ThreadPoolExecutor
+from grpo_mp.sandbox.sandboxes import Sandboxes
+
+sandboxes = Sandboxes("tests")
+
+def begin(number):
+    sandbox = sandboxes.start()
+    return sandbox, sandbox.exec(["sh", "-c", f"sleep 3600 & echo {{number}}"], timeout_s=600.0).stdout
+
+with ThreadPoolExecutor({MANY}) as threads:
+    begun = list(threads.map(begin, range({MANY})))
+print(*(said.strip() for _, said in begun), flush=True)
+time.sleep(3600)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("sandboxes")
+def test_many_sandboxes_answer_at_a_time_and_end_with_a_killed_owner() -> None:
+    with subprocess.Popen([sys.executable, "-c", STARTS_MANY], stdout=subprocess.PIPE, text=True) as owner:
+        try:
+            assert owner.stdout
+            assert owner.stdout.readline().split() == [str(number) for number in range(MANY)]
+            inside = psutil.Process(owner.pid).children(recursive=True)
+            assert sum(process.name() == "sleep" for process in inside) == MANY
+        finally:
+            owner.kill()
+    assert not psutil.wait_procs(inside, timeout=120)[1]
