@@ -23,6 +23,23 @@ class AttentionBatch:
     masked: Tensor  # [B, 1, 1, Q, L]: True where a new token must not attend to a key
 
 
+def shared_plan(
+    plans: dict[tuple[int, int, int | None], list[AttentionBatch]],
+    layer: tuple[int, int, int | None],
+    slots: Tensor,
+    lengths: Tensor,
+    new_lengths: Tensor,
+) -> list[AttentionBatch]:
+    """Return the attention batches of a forward pass, which layers with the same heads and window share by `plans`.
+
+    `layer`: number of query heads, number of key heads, window; for the others see `plan_attention`.
+    """
+    if layer not in plans:
+        query_heads, key_heads, window = layer
+        plans[layer] = plan_attention(slots, lengths.tolist(), new_lengths.tolist(), (query_heads, key_heads), window)
+    return plans[layer]
+
+
 def plan_attention(
     slots: Tensor, lengths: Sequence[int], new_tokens: Sequence[int], heads: tuple[int, int], window: int | None
 ) -> list[AttentionBatch]:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mp.platform import engine_gated_delta, engine_layers
-from grpo_mp.platform.engine_attention import AttentionBatch, paged_attention, plan_attention
+from grpo_mp.platform import engine_gated_delta, engine_layers, engine_sparse
+from grpo_mp.platform.engine_attention import AttentionBatch, paged_attention, shared_plan
 from grpo_mp.platform.engine_invariance import enable_batch_invariance
 from grpo_mp.platform.packed_attention import Softmax
 from grpo_mp.utils.files import ENGINE_SCRATCH
@@ -64,7 +64,7 @@ def _patch_cpu_engine() -> None:
     AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
     choices.add_deterministic_attention_backend_choices(["torch_native"])
     choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
-    # SGLang refuses torch_native for GPT-OSS here, because it has no sinks; `_keep_sinks` adds them.
+    # SGLang refuses torch_native for GPT-OSS here, because it has no sinks; `_keep_options` adds them.
     backends = model_hook.attention_backends_of
     model_hook.attention_backends_of = lambda view: tuple(
         name.replace("torch_native", "triton") for name in backends(view)
@@ -152,17 +152,8 @@ def _decode(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: An
 def _plan(
     backend: Any, layer: tuple[int, int, int | None], slots: Tensor, lengths: Tensor, new_lengths: Tensor
 ) -> list[AttentionBatch]:
-    """Return the attention batches of a forward pass, which layers with the same heads and window share.
-
-    `layer`: number of query heads, number of key heads, window; for the others see `plan_attention`.
-    """
-    if layer not in backend.plans:
-        query_heads, key_heads, window = layer
-        backend.plans[layer] = plan_attention(
-            slots, lengths.tolist(), new_lengths.tolist(), (query_heads, key_heads), window
-        )
-    plan: list[AttentionBatch] = backend.plans[layer]
-    return plan
+    plan = shared_plan(backend.plans, layer, slots, lengths, new_lengths)
+    return plan if backend.selected is None else engine_sparse.restrict(plan, backend.selected)
 
 
 def _is_self_attention(encoder_lengths: Any, kwargs: dict[str, Any]) -> bool:
@@ -174,9 +165,17 @@ def _softmax(backend: Any, layer: Mapping[str, Any]) -> Softmax:
     return Softmax(layer["scaling"], None if before is None else before + 1, backend.sinks)
 
 
-def _keep_sinks(original: Callable[..., Any], backend: Any, *args: Any, sinks: Any = None, **kwargs: Any) -> Any:
-    """Replace the attention of a layer, to pass its sinks on to `_extend` or `_decode`."""
+def _keep_options(
+    original: Callable[..., Any],
+    backend: Any,
+    *args: Any,
+    sinks: Any = None,
+    topk_indices: Tensor | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Replace the attention of a layer, to pass its sinks and its selected keys on to `_extend` or `_decode`."""
     backend.sinks = sinks
+    backend.selected = topk_indices
     return original(backend, *args, **kwargs)
 
 
@@ -213,9 +212,12 @@ CPU_HOOKS: list[tuple[str, str, Callable[..., Any]]] = [
     ),
     ("srt.layers.rotary_embedding.factory.get_rope_cpu", "around", _get_rope_cpu),
     ("srt.model_loader.loader._initialize_model", "after", _use_dtype_for_sinks),
+    ("srt.model_loader.loader._initialize_model", "around", engine_sparse.build_model),
+    ("srt.configs.model_config.is_deepseek_dsa", "around", engine_sparse.is_sparse),
+    ("srt.state_capturer.indexer_topk.create_indexer_capturer", "around", engine_sparse.create_capturer),
     (f"{ATTENTION}.init_forward_metadata", "around", _drop_plans),
-    (f"{ATTENTION}.forward_extend", "around", _keep_sinks),
-    (f"{ATTENTION}.forward_decode", "around", _keep_sinks),
+    (f"{ATTENTION}.forward_extend", "around", _keep_options),
+    (f"{ATTENTION}.forward_decode", "around", _keep_options),
     (f"{ATTENTION}._run_sdpa_forward_extend", "around", _extend),
     (f"{ATTENTION}._run_sdpa_forward_decode", "around", _decode),
     ("srt.layers.layernorm.RMSNorm.forward_native", "around", engine_layers.rms_norm_forward),
