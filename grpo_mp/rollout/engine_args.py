@@ -14,7 +14,7 @@ from grpo_mp.config.sections import EngineConfig, RolloutConfig
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import MTP_LAYERS, HfConfig
 from grpo_mp.platform.cuda_libraries import cuda_environment
-from grpo_mp.rollout.engine_layout import attention_replicas, precision_arguments
+from grpo_mp.rollout.engine_layout import ATTENTION_BACKENDS, attention_replicas, precision_arguments
 from grpo_mp.rollout.engine_main import ARGUMENTS
 from grpo_mp.rollout.sglang_source import argument_names, model_classes, source_folder
 from grpo_mp.rollout.shared_memory import LOADER
@@ -23,6 +23,7 @@ from grpo_mp.utils.files import ENGINE_SCRATCH
 
 ENGINE_SITE = Path(__file__).parents[1] / "platform" / "engine_site"  # first on the PYTHONPATH of a CPU engine
 DP_ATTENTION_PORTS = 14  # data-parallel attention uses the rendezvous port p, p + 1 to p + 6, and p + 13
+SPARSE_BACKEND = "dsa"
 FP32_HEAD = "enable_fp32_lm_head"
 CONTEXT_SLACK_TOKENS = 8  # SGLang reserves a few positions of the context
 STATES_PER_REQUEST = 4  # of gated delta nets: up to three of a running request, and one in the prefix cache
@@ -314,6 +315,26 @@ def check_speculation(engine: EngineConfig, hf: HfConfig, cpu: bool) -> None:
         reason = _missing_draft(engine, hf)
     if reason:
         raise UserError(f"engine.speculative.algorithm={algorithm} {reason}: change that, or set none")
+
+
+def check_sparse_attention(engine: EngineConfig, hf: HfConfig, cpu: bool) -> None:
+    """Check that engines on GPUs compute a model's sparse attention: with another backend SGLang attends to all keys.
+
+    SGLang itself sets the backend, its KV cache's dtype and the page size.
+    """
+    if cpu or hf.get("index_topk") is None:
+        return
+    for name in ATTENTION_BACKENDS:
+        if engine.args.get(name) not in (None, SPARSE_BACKEND):
+            raise UserError(
+                f"engine.args.{name}={engine.args[name]}: only {SPARSE_BACKEND} computes the sparse attention of "
+                f"{hf.model_type}: leave it out"
+            )
+    if engine.deterministic:
+        raise UserError(
+            f"engine.deterministic=true: SGLang has no such kernels for the sparse attention of {hf.model_type}: "
+            "set false, or use engines on CPUs"
+        )
 
 
 def _missing_draft(engine: EngineConfig, hf: HfConfig) -> str | None:

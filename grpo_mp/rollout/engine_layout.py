@@ -32,6 +32,7 @@ REPLICATING_A2A_BACKENDS = ("deepep", "mooncake", "nixl", "mori", "ascend_fuseep
 
 CPU_EXPERT_PADDING = 32  # SGLang's DEFAULT_MOE_PADDING_SIZE
 PADDING_MOE_BACKENDS = ("flashinfer_trtllm", "flashinfer_trtllm_routed")
+ATTENTION_BACKENDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 SINK_BACKENDS = ("fa3", "fa4", "triton", "trtllm_mha")  # attention of SGLang with sinks, on NVIDIA's GPUs
 LOADED_MOE_BACKENDS = ("auto", "triton", "triton_kernel")  # into whose layouts rollout/stacked_experts.py loads weights
 BLACKWELL = 10.0  # lowest compute capability of Blackwell GPUs
@@ -194,7 +195,7 @@ def _check_stacked(args: Mapping[str, Any], moves_experts: bool, model_type: str
             f"engine.args.moe_runner_backend={backend}: new weights of {model_type} are loaded only for "
             f"{', '.join(LOADED_MOE_BACKENDS)}: set one of these"
         )
-    for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+    for name in ATTENTION_BACKENDS:
         if args.get(name) not in (None, *SINK_BACKENDS):
             raise UserError(
                 f"engine.args.{name}={args[name]}: {model_type} has attention sinks, which SGLang computes with "

@@ -46,6 +46,7 @@ from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rewards.teacher import TeacherClient, Teachers, check_served_tokens
 from grpo_mp.rollout.engine_args import (
     check_arguments,
+    check_sparse_attention,
     check_speculation,
     check_tool_parser,
 )
@@ -162,6 +163,7 @@ def check_engines(
     check_arguments(engine.args)
     form = engine_format(engine.args, hf, cpu)
     check_dtype(dtype, engine.args, hf, form)
+    check_sparse_attention(engine, hf, cpu)
     check_speculation(engine, hf, cpu)
     if not cpu:
         parallelism = engine_parallelism(engine.gpus_per_engine, engine.args, hf)

@@ -24,6 +24,7 @@ from grpo_mp.rollout.engine_args import (
     RESERVED,
     EngineSpec,
     check_arguments,
+    check_sparse_attention,
     cuda_defaults,
     engine_arguments,
     engine_environment,
@@ -270,3 +271,25 @@ def test_formats_that_do_not_fit_the_model_are_refused() -> None:
     check_blocks(engine_parallelism(8, {}, moe), moe, INT4)  # 96 columns of each expert are three groups
     with pytest.raises(UserError, match=r"over 16 GPUs of an engine 48 each, .* of the 32 of a block in INT4"):
         check_blocks(engine_parallelism(16, {}, moe), moe, INT4)
+
+
+@pytest.mark.parametrize(
+    ("engine", "sentence"),
+    [
+        (
+            {"args": {"attention_backend": "fa3"}},
+            "args.attention_backend=fa3: only dsa computes .*: leave it out",
+        ),
+        ({"args": {"decode_attention_backend": "flashmla"}}, "args.decode_attention_backend=flashmla: only dsa"),
+        ({"deterministic": True}, "engine.deterministic=true: .* set false, or use engines on CPUs"),
+    ],
+)
+def test_sparse_attention_is_left_to_its_backend(engine: dict[str, Any], sentence: str) -> None:
+    dense = published_config("deepseek-r1")
+    sparse = replace(dense, values=dense.values | {"index_topk": 2048})
+    settings = settings_of(engine=engine).engine
+    with pytest.raises(UserError, match=sentence):
+        check_sparse_attention(settings, sparse, cpu=False)
+    check_sparse_attention(settings, sparse, cpu=True)
+    check_sparse_attention(settings, dense, cpu=False)
+    check_sparse_attention(settings_of(engine={"args": {"attention_backend": "dsa"}}).engine, sparse, cpu=False)

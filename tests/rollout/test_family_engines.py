@@ -1,13 +1,16 @@
 """Engines of families that need something of their own, or over two nodes: SGLang computes what transformers does."""
 
 import asyncio
+from base64 import b64decode
 from collections.abc import Callable
 from contextlib import ExitStack, aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from grpo_mp.checkpoint.hf_reader import HfReader
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
@@ -27,6 +30,7 @@ TOKENS = [5, 9, 30, 7, 41, 18, 22, 50, 3, 61]
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
 WIDE = {"initializer_range": 0.1}
 LINEAR = {"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0}
+SPARSE = {"index_topk": 6, "index_n_heads": 32}  # with many heads no two keys have the score 0
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "without_yarn": ("deepseek_v3", {"q_lora_rank": None, "rope_scaling": None, "n_group": 1, "topk_group": 1}),
     "beyond_the_original_length": ("qwen3", {"rope_scaling": YARN}),
@@ -38,6 +42,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", HYBRID),
     "qwen3_5": ("qwen3_5_text", HYBRID),
     "gpt_oss": ("gpt_oss", {}),
+    "deepseek_v32": ("deepseek_v32", SPARSE),
+    "glm_moe_dsa": ("glm_moe_dsa", SPARSE),  # the second layer shares the keys that the first selects
+    "fewer_tokens_than_keys": ("deepseek_v32", SPARSE | {"index_topk": 128}),
 }
 
 
@@ -86,6 +93,64 @@ async def score_with_other_weights(process: EngineProcess, folder: Path) -> list
         await client.end_weight_update(1)
         (scores,) = await client.score([TOKENS])
         return scores
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_selected_keys_do_not_depend_on_cached_prefixes_or_chunks(
+    family: str, make_spec: Callable[..., EngineSpec], tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    make_tiny(folder, family, make_tokenizer(["apples"]), 1, num_hidden_layers=4, **WIDE | SPARSE)
+    args = {"chunked_prefill_size": 16, "enable_return_indexer_topk": True, "enable_deterministic_inference": True}
+    with started_engine(make_spec(model=folder, args=args), tmp_path / "engine.log") as process:
+        process.wait_ready(START_TIMEOUT_S)
+        first, cached, continued, captured = asyncio.run(decode_in_parts(process, TOKENS * 4))
+    assert (first.cached_tokens, cached.cached_tokens) == (0, len(TOKENS) * 4 - 1)
+    assert cached == replace(first, cached_tokens=cached.cached_tokens)
+    assert continued.cached_tokens >= len(TOKENS) * 4
+    assert (continued.tokens, continued.logprobs) == (first.tokens[20:], first.logprobs[20:])
+    tokens = [*TOKENS * 4, *first.tokens]
+    expected, logprobs = selected_by_transformers(folder, tokens)
+    assert (torch.tensor(first.logprobs) - logprobs[-len(first.tokens) :]).abs().max() <= BOUND
+    selected = torch.frombuffer(bytearray(b64decode(captured)), dtype=torch.int32).view(len(tokens) - 1, 4, -1)
+    for position, layers in enumerate(selected):
+        for layer, row in enumerate(layers.tolist()):
+            assert {place for place in row if place >= 0} == expected[layer][position]
+
+
+async def decode_in_parts(process: EngineProcess, prompt: list[int]) -> tuple[Any, ...]:
+    """Decode 30 tokens, the same ones over the cached prompt, and the last 10 over a longer prefix.
+
+    The last result is the base64 of the positions that each token but the last attends to.
+    """
+    async with aclosing(EngineClient(process.spec.index, process.url, process.headers, REQUEST_TIMEOUT_S)) as client:
+        (first,) = await client.decode([prompt], 30)
+        (cached,) = await client.decode([prompt], 30)
+        (continued,) = await client.decode([[*prompt, *first.tokens[:20]]], 10)
+        body = {"input_ids": [*prompt, *first.tokens], "return_indexer_topk": True}
+        reply = await client._call("POST", "/generate", body | {"sampling_params": {"max_new_tokens": 1}})
+        return first, cached, continued, reply["meta_info"]["indexer_topk"]
+
+
+@torch.no_grad()
+def selected_by_transformers(folder: Path, tokens: list[int]) -> tuple[list[list[set[int]]], torch.Tensor]:
+    """Return the positions that transformers selects, by layer and token, and the logprobs of all tokens but the first.
+
+    A layer without an indexer has the positions of the layer before.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    selected: list[list[set[int]]] = []
+    for layer in model.model.layers:
+        if layer.self_attn.indexer is None:
+            layer.register_forward_hook(lambda *_: selected.append(selected[-1]))
+        else:
+            layer.self_attn.indexer.register_forward_hook(
+                lambda _, __, rows: selected.append(
+                    [{place for place in row if place <= position} for position, row in enumerate(rows[0].tolist())]
+                )
+            )
+    logprobs = model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+    return selected, logprobs.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
 
 
 def test_an_engine_over_two_nodes(
