@@ -13,6 +13,7 @@ from grpo_mp.checkpoint.hf_reader import HfReader, has_hf_weights
 from grpo_mp.config.sections import EngineConfig, RolloutConfig
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import MTP_LAYERS, HfConfig
+from grpo_mp.models.weight_formats import BLOCKWISE_FP8, MXFP8
 from grpo_mp.platform.cuda_libraries import cuda_environment
 from grpo_mp.rollout.engine_layout import ATTENTION_BACKENDS, attention_replicas, precision_arguments
 from grpo_mp.rollout.engine_main import ARGUMENTS
@@ -318,9 +319,9 @@ def check_speculation(engine: EngineConfig, hf: HfConfig, cpu: bool) -> None:
 
 
 def check_sparse_attention(engine: EngineConfig, hf: HfConfig, cpu: bool) -> None:
-    """Check that engines on GPUs compute a model's sparse attention: with another backend SGLang attends to all keys.
+    """Check that engines on GPUs compute a model's sparse attention: with other backends SGLang attends to all keys.
 
-    SGLang itself sets the backend, its KV cache's dtype and the page size.
+    SGLang sets the backend, the dtype of its KV cache and the page size itself.
     """
     if cpu or hf.get("index_topk") is None:
         return
@@ -330,6 +331,11 @@ def check_sparse_attention(engine: EngineConfig, hf: HfConfig, cpu: bool) -> Non
                 f"engine.args.{name}={engine.args[name]}: only {SPARSE_BACKEND} computes the sparse attention of "
                 f"{hf.model_type}: leave it out"
             )
+    if engine.args.get("quantization") == MXFP8.name:
+        raise UserError(
+            f"engine.args.quantization={MXFP8.name}: SGLang misreads its scales in the indexers of {hf.model_type}: "
+            f"set {BLOCKWISE_FP8.name}"
+        )
     if engine.deterministic:
         raise UserError(
             f"engine.deterministic=true: SGLang has no such kernels for the sparse attention of {hf.model_type}: "

@@ -281,6 +281,7 @@ def test_formats_that_do_not_fit_the_model_are_refused() -> None:
             "args.attention_backend=fa3: only dsa computes .*: leave it out",
         ),
         ({"args": {"decode_attention_backend": "flashmla"}}, "args.decode_attention_backend=flashmla: only dsa"),
+        ({"args": {"quantization": "mxfp8"}}, "args.quantization=mxfp8: SGLang misreads its scales .*: set fp8"),
         ({"deterministic": True}, "engine.deterministic=true: .* set false, or use engines on CPUs"),
     ],
 )
