@@ -17,7 +17,7 @@ lengths_and_new = pytest.mark.parametrize(("lengths", "new"), CASES)
 
 
 def plan_of(lengths: list[int], new: list[int]) -> tuple[list[AttentionBatch], torch.Tensor]:
-    slots = torch.stack([torch.randperm(SLOTS)[:64] for _ in lengths])
+    slots = torch.randperm(SLOTS)[: 64 * len(lengths)].view(-1, 64)
     return plan_attention(slots, lengths, new, (HEADS, 1), None), slots
 
 
