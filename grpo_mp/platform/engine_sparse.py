@@ -70,7 +70,8 @@ def select_keys(
     query = indexer.wq_b(q_lora)[0].view(len(x), indexer.n_heads, indexer.head_dim)
     key = indexer.k_norm(indexer.wk(x)[0])[:, None]
     sizes = (indexer.rope_head_dim, indexer.head_dim - indexer.rope_head_dim)
-    (query_rope, query_rest), (key_rope, key_rest) = query.split(sizes, -1), key.split(sizes, -1)
+    query_rope, query_rest = query.split(sizes, -1)
+    key_rope, key_rest = key.split(sizes, -1)
     rotated = indexer.rotary_emb(positions, query_rope, key_rope)
     query = torch.cat((rotated[0].reshape(query_rope.shape), query_rest), -1)
     key = torch.cat((rotated[1].reshape(key_rope.shape), key_rest), -1)

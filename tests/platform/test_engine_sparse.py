@@ -34,7 +34,9 @@ def test_selects_as_transformers(lengths: list[int], new: list[int], count: int)
     indexer = DeepseekV32Indexer(config, 0).double()
     plan, slots = plan_of(lengths, new)
     keys = torch.full((SLOTS, 16), torch.nan, dtype=torch.float64)
-    queries, weights, expected = [], [], []
+    queries = []
+    weights = []
+    expected: list[torch.Tensor] = []
     for row, length, last in zip(slots, lengths, new, strict=True):
         x = torch.randn(1, length, 24, dtype=torch.float64)
         q_lora = torch.randn(1, length, 20, dtype=torch.float64)
@@ -53,7 +55,8 @@ def test_selects_as_transformers(lengths: list[int], new: list[int], count: int)
 
 
 def test_the_first_of_equal_scores_wins_whatever_the_batch() -> None:
-    query, weights = torch.ones(3, HEADS, 4), torch.ones(3, HEADS)
+    query = torch.ones(3, HEADS, 4)
+    weights = torch.ones(3, HEADS)
     keys = -torch.ones(SLOTS, 4)  # all scores are 0
     plan, _ = plan_of([60, 40, 20], [1, 1, 1])
     assert best_keys(query, weights, keys, plan, 5).tolist() == [[0, 1, 2, 3, 4]] * 3
