@@ -9,6 +9,7 @@ from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import data_parallel_size
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.sparse_attention import indexer_layers
 from grpo_mp.utils.errors import UserError
 
 # Fields of Megatron's TransformerConfig that place the layers on pipeline stages.
@@ -47,6 +48,16 @@ class LinearShape:
 
 
 @dataclass(frozen=True)
+class IndexerShape:
+    """Dimensions of the indexers that choose `topk` keys for sparse attention. `layers`: the layers that have one."""
+
+    layers: frozenset[int]
+    heads: int
+    head_dim: int
+    topk: int
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """Dimensions of the model, from which divisibility, FLOPs, activations and caches follow."""
 
@@ -66,6 +77,7 @@ class ModelShape:
     linear: LinearShape | None = None
     window_layers: int = 0  # layers of attention with a sliding window
     window_tokens: int = 0  # keys of a query there, its own included
+    indexer: IndexerShape | None = None  # of sparse attention
 
     @property
     def num_layers(self) -> int:
@@ -82,11 +94,24 @@ class ModelShape:
     def attended_tokens(self, length: float) -> float:
         """Return twice the mean number of keys of a query in a sequence of `length`, summed over attention layers.
 
-        Causal attention has length / 2 of them, with a window w < length w - w^2 / (2 length).
+        Causal attention has length / 2 of them, with a window or a choice of w < length w - w^2 / (2 length).
         """
-        window = min(self.window_tokens, length)
+        layers, keys = self.limited_attention
+        window = min(keys, length)
         windowed = window * (2 - window / length) if window else 0.0
-        return (self.num_attention_layers - self.window_layers) * length + self.window_layers * windowed
+        return (self.num_attention_layers - layers) * length + layers * windowed
+
+    @property
+    def limited_attention(self) -> tuple[int, int]:
+        """Return the layers in which a query attends to a window or a choice of keys, and how many keys these are."""
+        if self.indexer:
+            return self.num_attention_layers, self.indexer.topk
+        return self.window_layers, self.window_tokens
+
+    @property
+    def attention_width(self) -> int:
+        """Return the elements per head that attention multiplies for a key: those of the latents if it is sparse."""
+        return 2 * self.mla_cache_dim if self.indexer else self.qk_head_dim + self.v_head_dim
 
     @property
     def ffn_widths(self) -> tuple[int, ...]:
@@ -120,6 +145,18 @@ def model_shape(hf: HfConfig) -> ModelShape:
         linear=_linear_shape(config),
         window_layers=sum(config.get("window_attn_skip_freq") or ()),
         window_tokens=config["window_size"][0] + 1 if config.get("window_size") else 0,
+        indexer=_indexer_shape(hf, config),
+    )
+
+
+def _indexer_shape(hf: HfConfig, config: Mapping[str, Any]) -> IndexerShape | None:
+    if "dsa_indexer_topk" not in config:
+        return None
+    return IndexerShape(
+        frozenset(indexer_layers(hf)),
+        heads=config["dsa_indexer_n_heads"],
+        head_dim=config["dsa_indexer_head_dim"],
+        topk=config["dsa_indexer_topk"],
     )
 
 

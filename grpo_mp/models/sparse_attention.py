@@ -69,6 +69,11 @@ def _for_sparse_attention(rule: Rule) -> Rule:
     return replace(rule, adapts=False) if rule.name.endswith("linear_kv_up_proj.weight") else rule
 
 
+def indexer_layers(hf: HfConfig) -> list[int]:
+    """Return the layers of the decoder that have an indexer."""
+    return [layer for layer, kind in enumerate(_indexer_types(hf)) if kind == FULL]
+
+
 def _indexer_rules(hf: HfConfig) -> list[Rule]:
     hidden = hf.int("hidden_size")
     heads = hf.int("index_n_heads")
@@ -80,13 +85,14 @@ def _indexer_rules(hf: HfConfig) -> list[Rule]:
         "k_norm.bias": (width,),
         "weights_proj.weight": (heads, hidden),
     }
-    kinds = [*_indexer_types(hf), FULL]  # the multi-token-prediction layer has an indexer
+    # The multi-token-prediction layer has an indexer.
+    layers = [*indexer_layers(hf), *range(hf.int("num_hidden_layers"), hf.policy_layers)]
     return [
         Rule(
             f"{MCORE_LAYER}self_attention.{INDEXER}{name if 'norm' in name else f'linear_{name}'}",
             (f"{HF_LAYER}self_attn.indexer.{name}",),
             (shape,),
-            layers=[layer for layer in range(hf.policy_layers) if kinds[layer] == FULL],
+            layers=layers,
             keep_float32="norm" in name,
             adapts=False,
         )

@@ -123,6 +123,10 @@ def _attention_elements(job: PlannedJob, layer: int) -> float:
         values = linear.value_heads * linear.value_dim
         # Projections, convolution, normed queries and keys of each value head, output before and after its gate.
         return (2 * linear.channels + 2 * linear.value_heads * linear.key_dim + 4 * values) / tensor
+    if model.indexer:
+        # Of each head: query, absorbed query, output as latent and as value; the latents; int32 positions of the keys.
+        heads = model.num_heads / tensor * (model.qk_head_dim + 2 * model.mla_cache_dim + model.v_head_dim)
+        return heads + 2 * model.mla_cache_dim + model.indexer.topk * 4 / DTYPE_BYTES[job.settings.model.dtype]
     if model.mla_cache_dim:
         return model.num_heads / tensor * 2 * (model.qk_head_dim + model.v_head_dim) + 2 * model.mla_cache_dim
     heads = 2 * (model.num_heads + 2 * model.num_kv_heads) + model.num_heads

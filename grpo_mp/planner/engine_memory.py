@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.models.families import family_of
+from grpo_mp.models.fp8 import BLOCK
 from grpo_mp.models.mapping import Rule
 from grpo_mp.planner.clusters import OVERHEADS
 from grpo_mp.planner.job import PlannedJob
@@ -60,8 +62,11 @@ def engine_memory(job: PlannedJob) -> EngineMemory:
     elements = model.mla_cache_dim or 2 * kv_heads * model.qk_head_dim
     in_fp8 = "fp8" in str(args.get("kv_cache_dtype"))
     layer_token_bytes = elements * (1 if in_fp8 else DTYPE_BYTES[job.settings.model.dtype])
+    if in_fp8 and model.indexer:  # latents with a float32 scale by block, rotary keys in bfloat16
+        latent = job.hf.int("kv_lora_rank")
+        layer_token_bytes = latent + latent // BLOCK * 4 + (elements - latent) * 2
     cached_layers = model.num_attention_layers - model.window_layers * (1 - _window_pool_ratio(args))
-    bytes_per_token = layer_token_bytes * cached_layers
+    bytes_per_token = layer_token_bytes * cached_layers + indexer_token_bytes(model)
     # SGLang sizes both caches together: the draft layer caches the same number of tokens in one layer.
     draft_layers = int(job.settings.engine.speculative.drafts_by_mtp)
     states, state_sequences = state_pool(job, caches)
@@ -81,6 +86,14 @@ def engine_memory(job: PlannedJob) -> EngineMemory:
         layer_token_bytes=layer_token_bytes,
         kv_cache_tokens=int((caches - draft_kv_cache) / bytes_per_token) * job.engine_parallelism.replicas,
     )
+
+
+def indexer_token_bytes(model: ModelShape) -> float:
+    """Return the bytes of a token's keys of all indexers, which SGLang caches in FP8 with a float32 scale by block."""
+    if model.indexer is None:
+        return 0.0
+    width = model.indexer.head_dim
+    return float(len(model.indexer.layers) * (width + width // BLOCK * 4))
 
 
 def _window_pool_ratio(args: Mapping[str, Any]) -> float:

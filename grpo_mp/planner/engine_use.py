@@ -10,7 +10,14 @@ from random import Random
 from statistics import fmean
 
 from grpo_mp.planner.clusters import OVERHEADS
-from grpo_mp.planner.engine_memory import EngineMemory, bytes_per_element, engine_rules, is_quantized, state_bytes
+from grpo_mp.planner.engine_memory import (
+    EngineMemory,
+    bytes_per_element,
+    engine_rules,
+    indexer_token_bytes,
+    is_quantized,
+    state_bytes,
+)
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.parameter_count import rule_parameters
 from grpo_mp.planner.resource_use import (
@@ -101,9 +108,11 @@ def generation_use(job: PlannedJob, engine: EngineMemory) -> ResourceUse:
     steps = tuple(ceil(length / accepted) for length in responses)
     rollout = simulate_rollout(steps, int(running_sequences(job, engine)))
     # Tokens that decode steps read, summed over steps and layers.
-    windowed = model.window_layers * sum(cached_tokens(job.prompt_tokens, n, model.window_tokens) for n in responses)
-    full_layers = model.num_attention_layers - model.window_layers
-    cached = windowed + full_layers * sum(cached_tokens(job.prompt_tokens, length) for length in responses)
+    limited_layers, limit = model.limited_attention
+    context = sum(cached_tokens(job.prompt_tokens, length) for length in responses)
+    limited = limited_layers * sum(cached_tokens(job.prompt_tokens, length, limit) for length in responses)
+    cached = limited + (model.num_attention_layers - limited_layers) * context
+    index_traffic = context * indexer_token_bytes(model) / accepted / parallelism.replicas
     tokens = samples * job.mean_response_tokens * config.verified_tokens / accepted / parallelism.gpus
     # 3 bytes per element: tokens are dispatched in FP8 and combined in bfloat16.
     all_to_all = model.experts_per_token * model.hidden_size * 3 * model.num_moe_layers * tokens
@@ -116,7 +125,8 @@ def generation_use(job: PlannedJob, engine: EngineMemory) -> ResourceUse:
         flops=tokens * forward_flops_per_token(model, job.hf, 0),
         device_bytes=_weight_bytes(job, engine, rollout)
         + _attention_bytes(job, engine, cached / accepted)
-        + state_traffic,
+        + state_traffic
+        + index_traffic,
         nvlink_bytes=all_reduce * (parallelism.attention_tensor > 1)
         + all_to_all * (1 - to_other_nodes) * (parallelism.expert > 1),
         network_bytes=all_to_all * to_other_nodes,

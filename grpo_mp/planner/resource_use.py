@@ -66,10 +66,13 @@ def estimate_time(use: ResourceUse, cluster: Cluster) -> dict[str, float]:
 def forward_flops_per_token(model: ModelShape, hf: HfConfig, context_tokens: float) -> float:
     """Return the forward FLOPs of a token: 2 per active parameter, plus causal attention over half of the context.
 
+    An indexer scores half of the context, whatever it chooses.
     `context_tokens`: length of the token's sequence, averaged over tokens.
     """
-    attention = model.num_heads * (model.qk_head_dim + model.v_head_dim) * model.attended_tokens(context_tokens)
-    return 2.0 * active_parameters(model, hf) + attention + _linear_attention_flops(model)
+    attention = model.num_heads * model.attention_width * model.attended_tokens(context_tokens)
+    indexer = model.indexer
+    scores = len(indexer.layers) * indexer.heads * indexer.head_dim * context_tokens if indexer else 0.0
+    return 2.0 * active_parameters(model, hf) + attention + scores + _linear_attention_flops(model)
 
 
 def waiting_flops_per_token(model: ModelShape, layout: LayoutConfig) -> float:
