@@ -15,6 +15,7 @@ from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8_products import check_fp8_products
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.lora import check_adapters
+from grpo_mp.models.sparse_attention import INDEXER
 from grpo_mp.models.value_head import critic_config
 from grpo_mp.models.weight_formats import WeightFormat
 from grpo_mp.planner.clusters import OVERHEADS, Cluster
@@ -23,6 +24,7 @@ from grpo_mp.planner.parameter_count import (
     ParameterCount,
     StageLayers,
     adapter_counts,
+    check_index_share,
     critic_parameter_counts,
     layers_of_stages,
     local_parameter_counts,
@@ -289,9 +291,12 @@ class PlannedJob:
 def check_megatron_args(job: PlannedJob) -> None:
     """Raise UserError if Megatron, which must be installed and prepared, rejects the settings."""
     from grpo_mp.policy.megatron_config import check_overrides, transformer_config
+    from grpo_mp.policy.sparse_attention import supports_sparse_attention
 
     own = job.settings
     check_overrides(own.training.megatron_args)
+    if job.model.indexer and not supports_sparse_attention():
+        return  # a cluster may have a newer Megatron than the machine that plans
     transformer_config(own.layout, own.training, own.model.dtype, job.hf)
 
 
@@ -325,6 +330,10 @@ def make_job(
     counts = local_parameter_counts(hf, layout, stage_layers)
     lora = settings.model.lora
     trained = counts
+    if model.indexer:
+        check_index_share(stage_layers, model.indexer)
+        unfrozen = [rule for rule in family_of(hf).rules(hf) if INDEXER not in rule.name]
+        trained = local_parameter_counts(hf, layout, stage_layers, unfrozen)
     if lora:
         sizes = (layout.tensor, layout.expert, layout.expert_tensor)
         check_adapters(family_of(hf).params(hf), lora.targets, *sizes)

@@ -8,7 +8,13 @@ from math import prod
 from typing import Any
 
 from grpo_mp.config.sections import LayoutConfig, LoraConfig
-from grpo_mp.distributed.layout import FIRST_STAGE_LAYERS, LAST_STAGE_LAYERS, PIPELINE_LAYOUT, check_stages
+from grpo_mp.distributed.layout import (
+    FIRST_STAGE_LAYERS,
+    LAST_STAGE_LAYERS,
+    PIPELINE_LAYOUT,
+    IndexerShape,
+    check_stages,
+)
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.lora import adapters_of
@@ -41,6 +47,18 @@ def layers_of_stages(num_layers: int, layout: LayoutConfig, megatron: Mapping[st
         tuple(layer for start, end in bounds[stage :: layout.pipeline] for layer in range(start, end))
         for stage in range(layout.pipeline)
     )
+
+
+def check_index_share(stage_layers: StageLayers, indexer: IndexerShape) -> None:
+    """Raise UserError if a stage begins with a layer without an indexer: Megatron sends no choice of keys to it."""
+    for stage, layers in enumerate(stage_layers):
+        for layer in set(layers) - indexer.layers:
+            if layer - 1 not in layers:
+                raise UserError(
+                    f"pipeline stage {stage} begins with layer {layer}, which has no indexer and needs the keys chosen "
+                    f"on another stage: begin stages with layers {', '.join(map(str, sorted(indexer.layers)))} by "
+                    f"training.megatron_args.{PIPELINE_LAYOUT}"
+                )
 
 
 def with_mtp_layer(stage_layers: StageLayers, hf: HfConfig) -> StageLayers:

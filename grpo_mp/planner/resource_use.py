@@ -242,6 +242,8 @@ def _traffic_use(job: PlannedJob, gathers: float = 1.0, ring: float = 1.0, betwe
     sequence_shard = tokens / layout.tensor
     heads = model.num_heads if model.mla_cache_dim else model.num_kv_heads
     kv_bytes = heads * (model.qk_head_dim + model.v_head_dim) / layout.tensor * ACTIVATION_BYTES
+    if model.indexer:  # latents and the indexer's keys are gathered
+        kv_bytes = (model.mla_cache_dim + model.indexer.head_dim) * ACTIVATION_BYTES
 
     gathered = gathers * 4 * num_layers * tokens * token_bytes * (layout.tensor - 1) / layout.tensor
     ringed = ring * tokens * num_layers * kv_bytes * (layout.context - 1)
