@@ -110,7 +110,7 @@ class ModelShape:
 
     @property
     def attention_width(self) -> int:
-        """Return the elements per head that attention multiplies for a key: those of the latents if it is sparse."""
+        """Return the elements per head that attention multiplies for a key and its value: latents if it is sparse."""
         return 2 * self.mla_cache_dim if self.indexer else self.qk_head_dim + self.v_head_dim
 
     @property

@@ -349,6 +349,9 @@ def fake_h100() -> None:
     import sitecustomize  # the engine's stand-ins
 
     sitecustomize.STAND_INS = (*sitecustomize.STAND_INS, *KERNEL_PACKAGES)
+    import deep_gemm
+
+    deep_gemm.get_num_sms = lambda: H100.multi_processor_count  # indexers of sparse attention ask for it
     kernel = ModuleType(BLACKWELL_KERNEL)
     vars(kernel).update(
         MAX_DUAL_GEMM_DECODE_TOKENS=0, DualGemmQuantMode=Mock(), can_use_dual_gemm=lambda *_, **__: False

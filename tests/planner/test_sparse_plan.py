@@ -1,0 +1,96 @@
+"""The plan of sparse attention beside numbers written out by hand."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from grpo_mp.config.sections import LayoutConfig
+from grpo_mp.planner.clusters import read_cluster
+from grpo_mp.planner.engine_memory import engine_memory
+from grpo_mp.planner.engine_use import generation_use, samples_per_engine
+from grpo_mp.planner.job import PlannedJob, make_job
+from grpo_mp.planner.model_configs import named_config
+from grpo_mp.planner.parameter_count import local_parameter_counts
+from grpo_mp.planner.resource_use import active_parameters, forward_flops_per_token
+from grpo_mp.utils.errors import UserError
+from tests.planner.jobs import settings_of
+
+TOPK = 2048
+WITH_INDEXER = [0, 1, *range(2, 78, 4)]  # layers of GLM-5.2
+ENGINE = {"gpus_per_engine": 32, "args": {"ep_size": 32, "attn_dp_size": 32}}
+
+
+def job_of(name: str, stages: str | None = None, **engine: object) -> PlannedJob:
+    layout = {"tensor": 8, "pipeline": 4, "expert": 32}
+    megatron = {"pipeline_model_parallel_layout": stages} if stages else {"num_layers_in_last_pipeline_stage": 13}
+    args = ENGINE["args"] | engine  # type: ignore[operator]
+    settings = settings_of(layout=layout, engine=ENGINE | {"args": args}, training={"megatron_args": megatron})
+    return make_job(settings, named_config(name), read_cluster("h200-141"), 16)
+
+
+@pytest.mark.parametrize(("name", "size", "active"), [("GLM-5", 744e9, 40e9), ("DeepSeek-V3.2", 671e9, 37e9)])
+def test_parameters_are_as_published(name: str, size: float, active: float) -> None:
+    job = job_of(name, "Et*19|t*19|t*20|t*20L" if name == "GLM-5" else None)
+    layers = tuple(range(job.model.num_layers))
+    (count,) = local_parameter_counts(job.hf, LayoutConfig(), (layers,))
+    assert count.total == pytest.approx(size, rel=3e-3)
+    assert active_parameters(job.model, job.hf) == pytest.approx(active, rel=0.025)
+
+
+def test_indexers_are_not_trained() -> None:
+    """Per indexer: queries of 32 heads of 128 from 2,048, keys from 6,144, weights of heads; its norm is a buffer."""
+    job = job_of("GLM-5.2", "Et*18|t*20|t*20|t*20L")
+    size = 32 * 128 * 2048 + 128 * 6144 + 32 * 6144
+    frozen = [
+        all_.total - trained.total
+        for all_, trained in zip(job.parameter_counts, job.policy_trained_counts, strict=True)
+    ]
+    bounds = [0, 18, 38, 58, 78]
+    expected = [sum(start <= layer < end for layer in WITH_INDEXER) for start, end in pairwise(bounds)]
+    assert frozen == [count * size for count in expected]
+
+
+def test_attention_is_computed_for_chosen_keys_and_indexers_for_all() -> None:
+    """64 heads multiply 512 + 64 elements of a key, and the plan counts as many of its value; 32 of an indexer 128."""
+    job = job_of("GLM-5.2", "Et*18|t*20|t*20|t*20L")
+    dense = forward_flops_per_token(job.model, job.hf, 0)
+    for length in (1000, 20_000):
+        contexts = range(1, length + 1)
+        chosen = sum(min(context, TOPK) for context in contexts) / length
+        attention = 2 * 78 * 64 * (512 + 64 + 512 + 64) * chosen
+        indexers = 2 * len(WITH_INDEXER) * 32 * 128 * sum(contexts) / length
+        flops = forward_flops_per_token(job.model, job.hf, length) - dense
+        assert flops == pytest.approx(attention + indexers, rel=0.01)
+
+
+def test_engines_cache_latents_and_keys_of_indexers() -> None:
+    """An indexer's key of 128 is in FP8 with a float32 scale; a latent in FP8 has four blocks with scales."""
+    keys = len(WITH_INDEXER) * (128 + 4)
+    stages = "Et*18|t*20|t*20|t*20L"
+    assert engine_memory(job_of("GLM-5.2", stages)).bytes_per_token == 78 * (512 + 64) * 2 + keys
+    in_fp8 = job_of("GLM-5.2", stages, kv_cache_dtype="fp8_e4m3")
+    assert engine_memory(in_fp8).bytes_per_token == 78 * (512 + 4 * 4 + 64 * 2) + keys
+
+
+def test_decode_steps_read_chosen_latents_and_all_keys_of_indexers() -> None:
+    job = job_of("GLM-5.2", "Et*18|t*20|t*20|t*20L")
+    one_head = replace(job.model, num_heads=1)  # so that reading takes longer than the products
+    engine = engine_memory(job)
+
+    def read(topk: int, indexers: int) -> float:
+        indexer = replace(job.model.indexer, topk=topk, layers=frozenset(range(indexers)))  # type: ignore[type-var]
+        return generation_use(replace(job, model=replace(one_head, indexer=indexer)), engine).device_bytes
+
+    lengths = job.responses(samples_per_engine(job))
+    contexts = [job.prompt_tokens + step for length in lengths for step in range(length)]
+    replicas = job.engine_parallelism.replicas
+    latents = sum(min(context, TOPK) - min(context, 256) for context in contexts) * 78 * (512 + 64) * 2
+    assert read(TOPK, 20) - read(256, 20) == pytest.approx(latents / replicas, rel=0.01)
+    assert read(TOPK, 20) - read(TOPK, 10) == pytest.approx(10 * 132 * sum(contexts) / replicas, rel=0.01)
+
+
+def test_stages_begin_with_a_layer_that_has_an_indexer() -> None:
+    with pytest.raises(UserError, match="pipeline stage 1 begins with layer 19, which has no indexer"):
+        job_of("GLM-5.2", "Et*19|t*19|t*20|t*20L")
+    assert job_of("GLM-5", "Et*19|t*19|t*20|t*20L").model.indexer
