@@ -30,7 +30,7 @@ CASES: list[tuple[str, int, dict[str, Any], tuple[int, ...]]] = [
     ("deepseek-r1", 16, {"ep_size": 16, "attn_dp_size": 2, **FP8}, (0, 9)),
     ("deepseek-r1", 64, {"ep_size": 64, "attn_dp_size": 8, "moe_a2a_backend": "deepep", "moe_dense_tp_size": 1}, (63,)),
     ("deepseek-r1", 16, {}, (5,)),
-    ("deepseek-v3.2", 32, {"ep_size": 32, "attn_dp_size": 32, **FP8}, (9,)),
+    ("deepseek-v3.2", 16, {"ep_size": 16, "attn_dp_size": 2, **FP8}, (9,)),
     ("glm-5", 16, {"ep_size": 16, **FP8}, (5,)),
     ("glm-5", 8, {"ep_size": 8}, (3,)),
     ("kimi-k2", 32, {"ep_size": 8}, (31,)),
