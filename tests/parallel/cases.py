@@ -63,6 +63,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> family, and what di
     "gpt_oss": ("gpt_oss", GROUPED | {"intermediate_size": 32} | TWO_LAYERS),
     "deepseek_v3_mtp": ("deepseek_v3", SMALL | SPARSE | LATENT | MTP),
     "glm4_moe_lite_mtp": ("glm4_moe_lite", SMALL | SPARSE | LATENT | MTP | TWO_LAYERS),
+    "deepseek_v32_mtp": ("deepseek_v32", SMALL | SPARSE | LATENT | MTP | TWO_LAYERS | {"index_topk": 8}),
     "minimax_m2": ("minimax_m2", GROUPED | {"rotary_dim": 8} | TWO_LAYERS),
     "hy_v3": ("hy_v3", GROUPED | SPARSE | TWO_LAYERS),
     "hy_v3_mtp": ("hy_v3", GROUPED | SPARSE | MTP),
@@ -126,6 +127,7 @@ COMPUTED_IN = {  # model -> layouts
     "qwen3_5": DENSE_FAMILY,
     "deepseek_v3_mtp": ("one", "pp2_vpp2", "tp2_cp2", "tp2_ep2_pp2"),
     "glm4_moe_lite_mtp": SPARSE_FAMILY,
+    "deepseek_v32_mtp": ("one", "tp2_ep2"),
     "minimax_m2": (*SPARSE_FAMILY, "tp2"),  # norms over the heads of all ranks
     "hy_v3": SPARSE_FAMILY,
     "hy_v3_mtp": ("one", "tp2_ep2"),
@@ -310,6 +312,7 @@ DISTILLED = {
 CONVERTED = {  # weights that `grpo-mp convert` wrote and reads
     "deepseek_v3": ("tp2_etp2", "pp2_vpp2", "tp2_ep2_pp2"),
     "deepseek_v2": ("tp2_ep2_pp2",),
+    "glm_moe_dsa": ("pp2",),
     "glm4_moe": ("tp2_ep2_pp2",),
     "qwen3_5_moe": ("tp2",),  # projections in sections
     "qwen3_moe": ("ep2", "tp2_ep2_pp2"),
@@ -324,6 +327,7 @@ CONVERTED = {  # weights that `grpo-mp convert` wrote and reads
 ADAPTED = {
     "qwen3_moe": ("one", "etp2", "pp2_vpp2", "tp2_ep2", "cp2_ep2", "tp2_ep2_pp2", "tp2_ep2_etp2"),
     "deepseek_v3": ("one", "tp2_ep2", "tp2_ep2_pp2"),  # latent attention, all kinds of layers
+    "deepseek_v32": ("one",),
     "glm4_moe": ("one",),
     "qwen3_5": ("one", "tp2_pp2"),  # projections in sections
     "qwen3_5_moe": ("one", "tp2"),
