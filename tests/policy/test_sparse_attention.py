@@ -10,11 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from grpo_mp.config.sections import LayoutConfig, ModelConfig, TrainingConfig
+from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.policy.forward import sequence_logits
 from grpo_mp.policy.load_models import policy_tensors
 from grpo_mp.policy.policy import check_policy
 from grpo_mp.utils.errors import UserError
+from tests.checkpoint.helpers import policy_of
 from tests.sparse_attention import IS_COMPUTED, needs_megatron
 from tools.tiny.models import PUBLISHED_KEYS, make_tiny, make_tokenizer
 
@@ -68,6 +70,27 @@ def test_only_indexers_are_frozen(make_model: MakeModel) -> None:
     biases = {name for name in tensors if name.endswith("expert_bias")}
     assert len(indexers) == 2 * 5
     assert frozen == indexers | biases
+
+
+@needs_megatron
+def test_norms_of_indexers_stay_in_float32_in_a_policy_of_bfloat16(make_model: MakeModel) -> None:
+    folder = make_model("deepseek_v32", num_hidden_layers=2)
+    files = load_file(folder / "model.safetensors")
+    with policy_of(folder, "bfloat16") as policy:
+        norms = [name for name in policy.tensors if ".indexer.k_norm." in name]
+        assert len(norms) == 2 * 2
+        for name in norms:
+            assert torch.equal(policy.tensors[name].detach(), files[policy.params[name].hf[0]])
+        others = {tensor.dtype for name, tensor in policy.tensors.items() if name not in norms and "bias" not in name}
+        assert others == {torch.bfloat16}
+        assert sequence_logits(policy.models()[0], TOKENS).isfinite().all()
+
+
+def test_fp8_releases_have_two_matrices_of_an_indexer_in_fp8(make_model: MakeModel) -> None:
+    hf = HfConfig.read(make_model("deepseek_v32", num_hidden_layers=2))
+    params = [param for param in family_of(hf).params(hf).values() if ".indexer." in param.name]
+    in_fp8 = {param.hf[0].rpartition("indexer.")[2] for param in params if param.in_fp8 == (True,)}
+    assert in_fp8 == {"wq_b.weight", "wk.weight"}
 
 
 def refused(folder: Path, training: TrainingConfig | None = None, **sizes: int) -> str:
