@@ -120,6 +120,17 @@ def test_the_example_of_the_page_is_played(tmp_path: Path) -> None:
 
 
 @needs_verifiers
+def test_a_harness_runs_the_tools_that_the_policy_calls() -> None:
+    (row,) = read('grpo_mp_rows:{"answers": ["yes"]}')
+    settings = {"taskset": {"id": "grpo_mp_rows"}, "agent": AGENT | {"harness": {"id": "bash"}}}
+    sample, client = play(settings, row, ['[bash]({"command": "expr 6 + 36"})', "DONE"], tool_parser="qwen25")
+    assert (sample.error, sample.metrics["turns"], sample.metrics["forks"]) == ("", 2, 0)
+    assert "Run a bash command" in client.tokenizer.decode(sample.prompt_tokens)
+    given = [token for token, own in zip(sample.tokens, sample.generated, strict=True) if not own]
+    assert "42" in client.tokenizer.decode(given)
+
+
+@needs_verifiers
 def test_agents_are_roles_with_rewards_of_their_own() -> None:
     (row,) = read('grpo_mp_rows:{"answers": ["yes"]}')
     settings = {"id": "grpo_mp_duel", "taskset": {"id": "grpo_mp_rows"}}
