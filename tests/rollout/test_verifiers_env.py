@@ -29,7 +29,7 @@ class Row(vf.Task[RowData]):
     async def shouts(self, trace) -> float:
         if self.data.answer == "fails":
             raise ValueError("no way")
-        return sum(message.content.isupper() for message in trace.assistant_messages)
+        return sum((message.content or "").isupper() for message in trace.assistant_messages)
 
     @vf.metric
     async def turns(self, trace) -> float:
