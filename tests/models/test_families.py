@@ -166,7 +166,7 @@ def test_a_layer_that_predicts_ahead_does_not_replace_the_keys_that_others_take(
     config = FAMILIES["glm_moe_dsa"].config(hf)
     assert (config["dsa_indexer_topk_freq"], config["dsa_indexer_skip_topk_offset"]) == (2, 2)
     first = replace(make_hf("glm_moe_dsa", **shape), trains_mtp=True)
-    with pytest.raises(UserError, match="would replace the first layer's choice of keys: set model.mtp_loss_scaling"):
+    with pytest.raises(UserError, match=r"would replace the first layer.s choice of keys: set model\.mtp_loss_scaling"):
         FAMILIES["glm_moe_dsa"].config(first)
 
 
