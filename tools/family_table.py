@@ -15,7 +15,6 @@ from tests.parallel.cases import ALL, LAYOUTS, MODELS
 from tests.recipes import FULL_SIZE
 from tests.rollout.test_family_engines import FAMILIES as ENGINES
 from tests.rollout.test_recorded_loaders import CASES as LOADED
-from tools.tiny.models import TINY_CONFIGS as TINY
 
 COLUMNS = ("model_type", "architecture", "models", "layouts", "engine", "MTP", "replay", "recipes", "rejected")
 ENGINE_ARGUMENTS = {"ep_size": "experts", "attn_dp_size": "attention"}
@@ -43,9 +42,9 @@ def family_rows() -> Iterator[tuple[str, ...]]:
 
 
 def _published(name: str) -> HfConfig:
-    """Return the config of the first published model of a family that can be trained, or of its tiny model."""
+    """Return the config of the first published model of a family that can be trained."""
     configs = (named_config(model) for model in published_models())
-    return next((hf for hf in configs if hf.model_type == name), HfConfig(Path(name), TINY[name]))
+    return next(hf for hf in configs if hf.model_type == name)
 
 
 def _model_type(recipe: Path) -> str:

@@ -9,6 +9,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
     name: (published_config(name).values, size)
     for name, size in {
         "deepseek-r1": 671e9,
+        "deepseek-v3.2": 671e9,
         "kimi-k2": 1026e9,
         "moonlight-16b-a3b": 16e9,
         "deepseek-v2-lite": 15.7e9,
@@ -17,6 +18,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
         "glm-4.5": 353e9,
         "glm-4.5-air": 106.9e9,
         "glm-4.7-flash": 30e9,
+        "glm-5": 744e9,
         "minimax-m2": 230e9,
         "hy3-preview": 295e9,
         "mixtral-8x22b": 140.6e9,

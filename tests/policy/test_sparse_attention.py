@@ -105,10 +105,10 @@ def refused(folder: Path, training: TrainingConfig | None = None, **sizes: int) 
 def test_a_stage_cannot_start_with_a_layer_without_an_indexer(make_model: MakeModel) -> None:
     folder = make_model("glm_moe_dsa")
     sentence = refused(folder, pipeline=2, virtual_pipeline=2)
-    assert "layout.pipeline=2: a stage starts with a layer without an indexer" in sentence
-    assert "each starts with one of [0, 2]" in sentence
+    assert "pipeline stage 1 begins with a layer that has no indexer" in sentence
+    assert "begin stages with layers 0, 2 by training.megatron_args.pipeline_model_parallel_layout" in sentence
     uneven = TrainingConfig(megatron_args={"pipeline_model_parallel_layout": "Et|tttL"})
-    assert "a stage starts with a layer without an indexer" in refused(folder, uneven, pipeline=2)
+    assert "pipeline stage 1 begins with" in refused(folder, uneven, pipeline=2)
     check_policy(
         HfConfig.read(folder),
         ModelConfig(path=folder, dtype="float32"),
