@@ -21,9 +21,10 @@ from tests.models.published import PUBLISHED
 from tests.planner.jobs import settings_of
 from tests.planner.meta_model import built_on_meta
 from tests.recipes import FULL_SIZE
+from tests.sparse_attention import is_sparse, needs_megatron
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-RECIPES = [path.stem for path in FULL_SIZE]
+RECIPES = [pytest.param(path.stem, marks=[needs_megatron] * is_sparse(path)) for path in FULL_SIZE]
 FREE = "pipeline_model_parallel_layout"
 KIMI = {"num_layers_in_first_pipeline_stage": 13, "num_layers_in_last_pipeline_stage": 16}
 OTHERS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {  # where configs/ has no recipe

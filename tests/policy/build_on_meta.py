@@ -58,9 +58,12 @@ def main() -> None:
     torch.Tensor.type = _cuda_type
     platform.on_cuda = lambda: True
     platform.device = lambda: META
+    from megatron.core.transformer import transformer_config
+
     from grpo_mp.policy import adam_state
 
     adam_state.PinnedBuffer = MetaBuffer
+    transformer_config._validate_dsa_kernel_backend_dependencies = lambda _: None  # TileLang is for GPUs
     print(json.dumps({recipe: [asdict(result) for result in _build(recipe)] for recipe in sys.argv[2:]}))
 
 
@@ -113,11 +116,13 @@ def _measure(job: PlannedJob, stage: int, chunks: Sequence[Any], optimizer: Any)
     from grpo_mp.policy.adam_state import state_dict_without_copies
 
     buffers = [buffer for chunk in chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
-    weights = [buffer.param_data for buffer in buffers]
+    frozen = [param for chunk in chunks for param in chunk.parameters() if not param.requires_grad]
+    weights = [buffer.param_data for buffer in buffers] + frozen
     gradients = [buffer.grad_data for buffer in buffers]
     parts = optimizer.chained_optimizers
     planned = plan_memory(job).device[stage][SubPhase.TRAIN]
-    linear = [module for chunk in chunks for module in chunk.modules() if hasattr(module, "fuse_wgrad_accumulation")]
+    modules = [module for chunk in chunks for module in chunk.modules() if hasattr(module, "fuse_wgrad_accumulation")]
+    linear = [module for module in modules if all(param.requires_grad for param in module.parameters(recurse=False))]
     with state_dict_without_copies(parts):
         save = _allocated(lambda: [part.state_dict() for part in parts])
         load = _allocated(lambda: [part.load_state_dict(part.state_dict()) for part in parts])

@@ -11,10 +11,11 @@ import pytest
 from grpo_mp.config import load_settings
 from tests.policy.te_stub import last_json_line, te_wheel
 from tests.recipes import FULL_SIZE
+from tests.sparse_attention import IS_COMPUTED, is_sparse
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
-RECIPES = [str(path) for path in FULL_SIZE]
+RECIPES = [str(path) for path in FULL_SIZE if IS_COMPUTED or not is_sparse(path)]
 PLAIN = next(
     recipe for recipe in RECIPES if "qwen3_5_35b_a3b" in recipe
 )  # Megatron checks the rows of a gated delta net
@@ -51,7 +52,8 @@ def test_save_and_load_copy_no_optimizer_state_on_the_device(
 def test_fused_kernels_are_on(recipe: str, results: dict[str, list[dict[str, Any]]]) -> None:
     experts = load_settings(Path(recipe)).layout.expert > 1
     for rank in results[recipe]:
-        assert rank["rope_fused"] == (Path(recipe).stem != "glm_4_7_flash")  # of 20 heads
+        refused = is_sparse(Path(recipe)) or Path(recipe).stem == "glm_4_7_flash"  # of 20 heads
+        assert rank["rope_fused"] != refused
         assert rank["permute_fused"] == experts
         assert rank["layers_that_add_gradients"] == rank["layers"] > 0
 
