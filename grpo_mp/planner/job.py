@@ -11,6 +11,7 @@ from grpo_mp.batching.updates import PackingRule, packing_rule, plan_update
 from grpo_mp.config import Settings, SftSettings
 from grpo_mp.distributed.coordinates import data_parallel_size
 from grpo_mp.distributed.layout import ModelShape, check_layout, critic_layout, model_shape, sets_pipeline_layout
+from grpo_mp.distributed.stages import StageLayers, check_index_share, layers_of_stages
 from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8_products import check_fp8_products
 from grpo_mp.models.hf_config import HfConfig
@@ -22,11 +23,8 @@ from grpo_mp.planner.clusters import OVERHEADS, Cluster
 from grpo_mp.planner.model_configs import find_config
 from grpo_mp.planner.parameter_count import (
     ParameterCount,
-    StageLayers,
     adapter_counts,
-    check_index_share,
     critic_parameter_counts,
-    layers_of_stages,
     local_parameter_counts,
     with_mtp_layer,
 )
@@ -330,8 +328,8 @@ def make_job(
     counts = local_parameter_counts(hf, layout, stage_layers)
     lora = settings.model.lora
     trained = counts
+    check_index_share(model, layout, megatron)
     if model.indexer:
-        check_index_share(stage_layers, model.indexer)
         unfrozen = [rule for rule in family_of(hf).rules(hf) if INDEXER not in rule.name]
         trained = local_parameter_counts(hf, layout, stage_layers, unfrozen)
     if lora:

@@ -10,6 +10,7 @@ from grpo_mp.checkpoint.hf_reader import HfReader, check_model
 from grpo_mp.config import TrainerSettings
 from grpo_mp.distributed.layout import check_layout, critic_layout, model_shape, sets_pipeline_layout
 from grpo_mp.distributed.process_groups import Parallel
+from grpo_mp.distributed.stages import check_index_share
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.value_head import STORED_HEAD, VALUE_HEAD, critic_config, critic_params, is_classifier
 from grpo_mp.policy.forward import OutputLoss
@@ -81,6 +82,7 @@ def check_critic(own: TrainerSettings, policy: HfConfig, world_size: int) -> Non
     uneven = sets_pipeline_layout(own.training.megatron_args)
     layout = critic_layout(own.layout, shape)
     check_layout(layout, shape, world_size=world_size, uneven_pipeline=uneven, setting="critic: layout")
+    check_index_share(shape, layout, own.training.megatron_args)
     check_gated_delta_nets(shape, layout.context)
     transformer_config(layout, own.training, own.model.dtype, hf)
     if hf.path == policy.path:

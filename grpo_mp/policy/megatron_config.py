@@ -20,7 +20,7 @@ from grpo_mp.distributed.layout import PIPELINE_LAYOUT, check_stages
 from grpo_mp.distributed.process_groups import megatron_sizes
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.policy.sparse_attention import check_index_share, check_megatron
+from grpo_mp.policy.sparse_attention import check_megatron
 from grpo_mp.utils.errors import UserError, did_you_mean
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -109,8 +109,6 @@ def transformer_config(layout: LayoutConfig, training: TrainingConfig, dtype: st
         check_stages(layout, layout.pipeline * (config.virtual_pipeline_model_parallel_size or 1))
     if hf.trains_mtp:
         _check_last_stage(config)
-    if is_sparse:
-        check_index_share(config, hf)
     return config
 
 

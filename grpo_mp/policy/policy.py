@@ -13,6 +13,7 @@ from grpo_mp.config import TrainerSettings
 from grpo_mp.config.sections import LayoutConfig, ModelConfig, TrainingConfig
 from grpo_mp.distributed.layout import check_layout, model_shape, sets_pipeline_layout
 from grpo_mp.distributed.process_groups import Parallel
+from grpo_mp.distributed.stages import check_index_share
 from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8_products import check_fp8_products
 from grpo_mp.models.hf_config import HfConfig
@@ -171,6 +172,7 @@ def check_policy(
     """Check the model's folder, the layout and the training settings before process groups exist."""
     shape = model_shape(hf)
     check_layout(layout, shape, world_size, sets_pipeline_layout(training.megatron_args))
+    check_index_share(shape, layout, training.megatron_args)
     check_gated_delta_nets(shape, layout.context)
     check_fp8(training, model.dtype)
     if training.fp8_format:

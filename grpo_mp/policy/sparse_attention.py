@@ -1,17 +1,12 @@
 """Sparse attention of DeepSeek-V3.2 and GLM-5: frozen indexers, and models that Megatron cannot compute."""
 
 from importlib.metadata import version
-from itertools import product
 
-from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
-    get_transformer_block_with_experimental_attention_variant_spec,
-)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from grpo_mp.distributed.layout import PIPELINE_LAYOUT
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.models.sparse_attention import INDEXER, indexer_layers
+from grpo_mp.models.sparse_attention import INDEXER
 from grpo_mp.utils.errors import UserError
 
 
@@ -34,19 +29,3 @@ def check_megatron(hf: HfConfig) -> None:
             f"{hf.model_type} needs megatron-core 0.19 or newer for its sparse attention, and "
             f"{version('megatron-core')} is installed: install with Python 3.12 (launch/install.sh --gpu-versions)"
         )
-
-
-def check_index_share(config: TransformerConfig, hf: HfConfig) -> None:
-    """Refuse pipeline stages that Megatron does not build: that begin with a layer without an indexer."""
-    virtual = config.virtual_pipeline_model_parallel_size
-    for stage, chunk in product(range(config.pipeline_model_parallel_size), range(virtual or 1)):
-        try:
-            get_transformer_block_with_experimental_attention_variant_spec(
-                config, vp_stage=chunk if virtual else None, pp_rank=stage
-            )
-        except RuntimeError as error:
-            raise UserError(
-                f"pipeline stage {stage} begins with a layer that has no indexer and needs the keys chosen on another "
-                f"stage: begin stages with layers {', '.join(map(str, indexer_layers(hf)))} by "
-                f"training.megatron_args.{PIPELINE_LAYOUT}"
-            ) from error

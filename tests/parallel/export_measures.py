@@ -11,11 +11,12 @@ from torch import Tensor
 
 from grpo_mp.checkpoint.hf_reader import HfReader
 from grpo_mp.distributed.coordinates import shard_holders
+from grpo_mp.distributed.stages import layers_of_stages
 from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import SCALE, quantize
 from grpo_mp.models.mapping import Param
 from grpo_mp.models.weight_formats import BLOCKWISE_FP8
-from grpo_mp.planner.parameter_count import layers_of_stages, with_mtp_layer
+from grpo_mp.planner.parameter_count import with_mtp_layer
 from grpo_mp.rollout.shared_memory import packed_bytes
 from grpo_mp.trainer.save import export_policy
 from grpo_mp.utils.errors import UserError

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from grpo_mp.config.sections import LayoutConfig
+from grpo_mp.distributed.stages import layers_of_stages
 from grpo_mp.planner.model_configs import published_config
 from grpo_mp.planner.parameter_count import (
     critic_parameter_counts,
-    layers_of_stages,
     local_parameter_counts,
     with_mtp_layer,
 )

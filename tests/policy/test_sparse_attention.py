@@ -101,21 +101,17 @@ def refused(folder: Path, training: TrainingConfig | None = None, **sizes: int) 
     return str(raised.value)
 
 
-@needs_megatron
 def test_a_stage_cannot_start_with_a_layer_without_an_indexer(make_model: MakeModel) -> None:
     folder = make_model("glm_moe_dsa")
     sentence = refused(folder, pipeline=2, virtual_pipeline=2)
-    assert "pipeline stage 1 begins with a layer that has no indexer" in sentence
+    assert "pipeline stage 1 begins with layer 1, which has no indexer" in sentence
     assert "begin stages with layers 0, 2 by training.megatron_args.pipeline_model_parallel_layout" in sentence
     uneven = TrainingConfig(megatron_args={"pipeline_model_parallel_layout": "Et|tttL"})
-    assert "pipeline stage 1 begins with" in refused(folder, uneven, pipeline=2)
-    check_policy(
-        HfConfig.read(folder),
-        ModelConfig(path=folder, dtype="float32"),
-        LayoutConfig(pipeline=2),
-        TrainingConfig(megatron_args={"pipeline_model_parallel_layout": "Ett|ttL"}),
-        2,
-    )
+    assert "pipeline stage 1 begins with layer 1," in refused(folder, uneven, pipeline=2)
+    if IS_COMPUTED:
+        even = TrainingConfig(megatron_args={"pipeline_model_parallel_layout": "Ett|ttL"})
+        model = ModelConfig(path=folder, dtype="float32")
+        check_policy(HfConfig.read(folder), model, LayoutConfig(pipeline=2), even, 2)
 
 
 def test_what_sparse_attention_does_not_compute(make_model: MakeModel) -> None:
