@@ -19,6 +19,7 @@ from grpo_mp.utils.phases import GIB
 from tests.cli.command import Result, run_command
 from tests.planner.meta_model import check_parameter_counts
 from tests.recipes import FULL_SIZE
+from tests.sparse_attention import IS_COMPUTED, is_sparse
 from tools.tiny.models import make_tiny, make_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +50,8 @@ def test_recipe_fits_the_machines_in_its_comment(path: Path) -> None:
     check_arguments(settings.engine.args)
     hf, _ = find_config(settings.model.path)
     job = make_job(settings, hf, read_cluster(command[2]), int(command[3]))
-    check_parameter_counts(job)
+    if not is_sparse(path) or IS_COMPUTED:
+        check_parameter_counts(job)
     plan = make_plan(job)
     assert check_fits(plan).fits
     devices = [total_bytes(sizes) for stage in plan.memory.device for sizes in stage.values()]
