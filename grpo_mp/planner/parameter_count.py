@@ -11,6 +11,7 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.lora import adapters_of
 from grpo_mp.models.mapping import Rule
 from grpo_mp.models.multi_token_prediction import COPIED_EMBEDDING
+from grpo_mp.models.sparse_attention import INDEXER
 from grpo_mp.models.value_head import critic_config, critic_rules
 
 
@@ -51,8 +52,9 @@ def local_parameter_counts(
     counts = [ZERO] * len(stage_layers)
     last = len(stage_layers) - 1
     for rule in rules or family_of(hf).rules(hf):
-        if rule.keep_float32 or rule.applies_to_no_layer:
-            continue  # buffers are no parameters
+        is_buffer = rule.keep_float32 and INDEXER not in rule.name  # norms of indexers are float32 parameters
+        if is_buffer or rule.applies_to_no_layer:
+            continue
         count = rule_parameters(rule, layout.tensor, layout.expert, layout.expert_tensor)
         if rule.layers is not None:
             for stage, layers in enumerate(stage_layers):

@@ -39,9 +39,9 @@ def test_parameters_are_as_published(name: str, size: float, active: float) -> N
 
 
 def test_indexers_are_not_trained() -> None:
-    """Per indexer: queries of 32 heads of 128 from 2,048, keys from 6,144, weights of heads; its norm is a buffer."""
+    """Per indexer: queries of 32 heads of 128 from 2,048, keys from 6,144, weights of heads, a norm."""
     job = job_of("GLM-5.2", "Et*18|t*20|t*20|t*20L")
-    size = 32 * 128 * 2048 + 128 * 6144 + 32 * 6144
+    size = 32 * 128 * 2048 + 128 * 6144 + 32 * 6144 + 2 * 128
     frozen = [
         all_.total - trained.total
         for all_, trained in zip(job.parameter_counts, job.policy_trained_counts, strict=True)
