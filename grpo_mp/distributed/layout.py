@@ -103,14 +103,14 @@ class ModelShape:
 
     @property
     def limited_attention(self) -> tuple[int, int]:
-        """Return the layers in which a query attends to a window or a choice of keys, and how many keys these are."""
+        """Return how many layers limit the keys of a query, by a window or an indexer, and the limit in keys."""
         if self.indexer:
             return self.num_attention_layers, self.indexer.topk
         return self.window_layers, self.window_tokens
 
     @property
     def attention_width(self) -> int:
-        """Return the elements per head that attention multiplies for a key and its value: latents if it is sparse."""
+        """Return the elements of a key and a value together in one head; sparse attention multiplies latents."""
         return 2 * self.mla_cache_dim if self.indexer else self.qk_head_dim + self.v_head_dim
 
     @property

@@ -74,7 +74,7 @@ class Param(Rule):
 
     @property
     def is_projection(self) -> bool:
-        """Return whether the parameter is a matrix that adapters and FP8 may be for.
+        """Return whether the parameter is a matrix that can have adapters or be quantized to FP8.
 
         These are all matrices except embedding, output layer, routers, gates of shared experts, weights of an indexer's
         heads, and the input projection of a multi-token-prediction layer.

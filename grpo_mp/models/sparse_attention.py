@@ -1,7 +1,8 @@
 """DeepSeek-V3.2 and GLM-5: latent attention to the keys that an indexer chooses (arXiv 2512.02556, section 2.1).
 
 The indexer scores all keys of a query, and attention computes with the best `index_topk`. In GLM-5.2 only some layers
-have an indexer, and the layers after each of them take its choice (IndexShare, arXiv 2603.12201).
+have an indexer. A layer without one attends to the keys that the last indexer before it chose (IndexShare, arXiv
+2603.12201).
 """
 
 from dataclasses import replace

@@ -1,8 +1,8 @@
 """DeepSeek's sparse attention in a CPU engine: the lightning indexer in plain torch.
 
-SGLang has only kernels of GPUs, over a KV cache with keys in FP8. Here the attention is the dense one over the ordinary
-latent cache, with a mask, and each indexer holds its keys itself, by cache slot. So SGLang sees a model with sparse
-attention only while it builds the layers.
+SGLang's own indexer and attention run on GPUs only. Here each indexer stores its keys in a buffer with a row for each
+cache slot, and the engine computes dense attention over the usual latent cache with a mask of the chosen keys.
+`is_sparse` returns True only while SGLang builds the layers, so that it sets up dense attention everywhere else.
 """
 
 from collections.abc import Callable, Sequence
