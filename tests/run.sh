@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Lint, types and tests on two CPU cores: bash tests/run.sh [--all | --nightly] [pytest arguments]
-# --all adds the slow tests: four ranks, every model, ways in which a run may end, Slurm. CI runs these.
-# --nightly adds to them what takes minutes each: more kills, full disks, engines that leave and come back.
+# --all adds the slow tests: four ranks, every model, a run of each kind, Slurm. CI runs these.
+# --nightly adds to them what takes minutes each: kills, full disks, lost nodes, engines that come back.
 # Property tests draw the same cases everywhere; --fresh-draws draws others, --hypothesis-seed=N those of N again.
 # Three processes run them, one more than cores, since tests that start ranks often wait; tests that share what they start
 # are in one of them. -n 0: one process.

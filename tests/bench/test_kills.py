@@ -14,7 +14,7 @@ from grpo_mp.utils.types import Prompt, Sample, SampleGroup
 from tests.bench import kills, soak
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_whose_processes_are_killed_says_what_an_undisturbed_one_says(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,7 @@ from grpo_mp.monitor.timeline import read_trace
 from tests.e2e.conftest import StartJob, outcome
 from tests.e2e.jobs import Job, read_jsonl
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 STEPS = 3
 # Weights are part of a background save without a reference.
 SETTINGS = (

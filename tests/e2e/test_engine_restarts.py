@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.conftest import Outcome, StartJob, letters_reward, outcome
 from tests.e2e.jobs import LAUNCH, SLEEPING, TORCHRUN, Job, read_jsonl, spans
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 STEPS = 5
 # It waits where the rank of an engine has a file hold_RANK, and lists the ranks of the groups that it has scored.
 HELD_REWARD = """
@@ -55,9 +55,9 @@ def check_steps(run: Path) -> None:
     ("phase", "command"),
     [
         ("SYNC", LAUNCH),
-        pytest.param("EVAL", LAUNCH, marks=pytest.mark.nightly),
-        pytest.param("SLEEP", SLEEPING, marks=pytest.mark.nightly),
-        pytest.param("WAKE", SLEEPING, marks=pytest.mark.nightly),
+        ("EVAL", LAUNCH),
+        ("SLEEP", SLEEPING),
+        ("WAKE", SLEEPING),
     ],
 )
 def test_a_killed_engine_comes_back(
@@ -73,7 +73,6 @@ def test_a_killed_engine_comes_back(
     check_steps(run)
 
 
-@pytest.mark.nightly
 def test_an_engine_that_hangs_comes_back(start: Callable[..., Job], tmp_path: Path) -> None:
     """It is stopped while it has a group to begin: at the limit of the group its health check says so."""
     (tmp_path / "reward.py").write_text(HELD_REWARD)
@@ -96,7 +95,6 @@ def test_an_engine_that_hangs_comes_back(start: Callable[..., Job], tmp_path: Pa
     assert [(step["rollout/groups"], step["train/samples_seen"]) for step in steps[1:]] == [(8, 32), (8, 64)]
 
 
-@pytest.mark.nightly
 def test_the_only_engine_comes_back(start: Callable[..., Job], tmp_path: Path) -> None:
     job = start("schedule=async", "engine.ranks=1", "layout={}")
     run = tmp_path / "run"
@@ -107,7 +105,6 @@ def test_the_only_engine_comes_back(start: Callable[..., Job], tmp_path: Path) -
     check_steps(run)
 
 
-@pytest.mark.nightly
 def test_an_engine_that_dies_too_often_ends_the_run(start: Callable[..., Job], tmp_path: Path) -> None:
     job = start("engine.max_restarts=1", "run.steps=1000")
     run = tmp_path / "run"
@@ -123,7 +120,6 @@ def test_an_engine_that_dies_too_often_ends_the_run(start: Callable[..., Job], t
     assert ended.left == []
 
 
-@pytest.mark.nightly
 def test_a_second_sync_repairs_an_engine_with_one_wrong_tensor(start: Callable[..., Job], tmp_path: Path) -> None:
     job = start(command=(*TORCHRUN[:-1], "tests.e2e.corrupt_weights"))
     assert outcome(job) == Outcome(0, job.out, job.err, [])

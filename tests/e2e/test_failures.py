@@ -71,7 +71,7 @@ def test_an_engine_that_computes_another_function_stops_the_run_and_is_not_resta
     assert result.left == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_updates_skipped_in_a_row_stop_the_run_and_its_dump_replays_it(start_job: StartJob, tmp_path: Path) -> None:
     """The replay, without engines, meets the same gradients to the last digit that is said."""
     run = tmp_path / "run"
@@ -92,7 +92,7 @@ def test_updates_skipped_in_a_row_stop_the_run_and_its_dump_replays_it(start_job
     assert (again.status, sentences(again)) == (2, [sentence])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_reward_that_hangs_stops_every_rank(start_job: StartJob, tmp_path: Path) -> None:
     file = tmp_path / "hanging.py"
     file.write_text("def hanging(completions, **_):\n    while True:\n        pass\n")

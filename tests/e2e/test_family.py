@@ -64,6 +64,7 @@ def test_adaptive_state_survives_restart(train: Train, tmp_path: Path) -> None:
     assert all(step["train/kl_loss"] > 0 for step in steps[1:])
 
 
+@pytest.mark.nightly
 def test_oversampling_and_early_stop(train: Train) -> None:
     parts = "algorithm={filter: {oversample_factor: 3.0}, early_stop: {max_kl: 1.0e-12}}"
     for step in train(parts, "run.steps=2", "training.updates_per_step=4"):

@@ -16,7 +16,7 @@ from tests.e2e.jobs import read_jsonl
 from tests.parallel.full_model import file_tensors
 from tools.tiny.models import add_mtp_layer, make_tiny
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 LAYER = "model.layers.2."
 FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {  # family -> first part of the layer's names, shape, arguments
     "deepseek_v3": (LAYER, {"num_nextn_predict_layers": 1, "initializer_range": 0.1}, ""),

@@ -46,6 +46,7 @@ def check_steps_ahead(folder: Path, last: int) -> None:
         assert step["train/samples_seen"] == 16 * step["step"]
 
 
+@pytest.mark.nightly
 def test_the_next_step_is_generated_while_one_trains(start: Callable[..., Job], tmp_path: Path) -> None:
     """Two ranks have an engine each."""
     run_well(start(*AHEAD, "run.steps=4", command=THREE_RANKS))

@@ -25,7 +25,7 @@ def test_the_step_in_hand_is_finished_and_saved(finished_run: FinishedRun) -> No
     assert finished_run.first.err == ""
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_is_stopped_while_it_starts_does_neither_step_nor_evaluation(
     start_job: StartJob, tmp_path: Path
 ) -> None:
@@ -96,7 +96,7 @@ def test_no_process_is_left(finished_run: FinishedRun) -> None:
     assert finished_run.first.left == finished_run.second.left == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_is_resumed_on_more_ranks_with_another_engine(start_job: StartJob, tmp_path: Path) -> None:
     brief = (f"run.folder={tmp_path / 'run'}", letters_reward(tmp_path), "data.eval={}", "run.save_every=1")
     run_well(start_job(*brief, "run.steps=1", "layout={}", command=ALONE))

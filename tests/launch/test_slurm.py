@@ -32,6 +32,7 @@ def after_a_lost_node(cluster: Cluster, submit: Submit) -> BatchJob:
     return job
 
 
+@pytest.mark.nightly
 def test_run_survives_a_lost_node_and_is_requeued_before_the_time_limit(
     cluster: Cluster, after_a_lost_node: BatchJob, tmp_path: Path
 ) -> None:
@@ -67,6 +68,7 @@ def test_run_survives_a_lost_node_a_drained_node_and_the_time_limit(
     assert all((tmp_path / "run" / "logs" / f"engine_{number}.log").exists() for number in range(2))
 
 
+@pytest.mark.nightly
 def test_killed_rank_ends_the_job_and_is_named(submit: Submit) -> None:
     job = submit("run.steps=50", RESTARTS="0")
     job.wait_for("step 1/50")
@@ -114,6 +116,7 @@ def test_a_job_that_another_pushes_aside_goes_on_after_it(cluster: Cluster, subm
     assert steps_logged == list(range(steps + 1))
 
 
+@pytest.mark.nightly
 def test_cancelled_job_leaves_no_processes(cluster: Cluster, submit: Submit) -> None:
     job = submit("run.steps=50")
     job.wait_for("starting the engines")
@@ -122,6 +125,7 @@ def test_cancelled_job_leaves_no_processes(cluster: Cluster, submit: Submit) -> 
     assert (job.state, job.remaining_processes()) == ("CANCELLED", [])
 
 
+@pytest.mark.nightly
 def test_port_in_use_is_named(submit: Submit) -> None:
     with socket.socket() as listener:
         listener.bind(("", 0))

@@ -86,13 +86,17 @@ class Outcomes:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is marked
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of slow cases. Sparse attention runs only at the versions that GPUs get, and there always."""
+    """Mark the tests of slow cases: CI runs them only at the versions that GPUs get.
+
+    Sparse attention is computed only there, and its tests always run.
+    """
     for item in items:
         given = _selected([item])
         if any(map(_is_sparse, given)):
             item.add_marker(needs_megatron)
         elif any(CASES[name].slow for name in given):
             item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.sweep)
 
 
 def _is_sparse(name: str) -> bool:

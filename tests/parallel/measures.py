@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -329,7 +330,7 @@ def broken(bench: Bench) -> Result:
     """The last rank raises while the others wait for it."""
     if bench.parallel.rank == bench.parallel.world_size - 1:
         raise ZeroDivisionError("broken on purpose")
-    dist.barrier(group=bench.parallel.cpu_group)
+    dist.monitored_barrier(bench.parallel.cpu_group, timeout=timedelta(seconds=5))
     return {}
 
 
