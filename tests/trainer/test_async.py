@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
     ("staleness", "runs", "steps", "replay", "budget"),
     [
         pytest.param(1, 3, 40, "none", None, marks=pytest.mark.nightly),
-        (3, 3, 20, "R3", None),
+        pytest.param(3, 3, 20, "R3", None, marks=pytest.mark.nightly),
         (3, 3, 20, "R3", 4),
         pytest.param(3, 20, 200, "R3", 4, marks=pytest.mark.nightly),
     ],
