@@ -69,7 +69,7 @@ class RoutingReplay:
     """Routing replay of all routers on this rank."""
 
     def __init__(self, chunks: Sequence[nn.Module], num_experts: int) -> None:
-        self._by_chunk = {id(chunk): [_replay_in(router) for router in _routers(chunk)] for chunk in chunks}
+        self._by_chunk = {id(chunk): [_replay_in(router) for router in decoder_routers(chunk)] for chunk in chunks}
         self._replays = sorted((replay for of in self._by_chunk.values() for replay in of), key=lambda each: each.layer)
         self._dtype = torch.uint8 if expert_id_bytes(num_experts) == 1 else torch.int16
         self._recorded: dict[int, list[Tensor]] | None = None  # layer -> experts of each micro-batch
@@ -139,9 +139,13 @@ def check_router_replay(config: TransformerConfig) -> None:
         )
 
 
-def _routers(chunk: nn.Module) -> list[TopKRouter]:
+def decoder_routers(chunk: nn.Module) -> list[TopKRouter]:
+    """Return the routers of a chunk's decoder layers, without those of multi-token-prediction layers.
+
+    Megatron 0.19 marks the latter and numbers them from 1 again; 0.16 numbers them after the decoder's layers.
+    """
     routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
-    # The router of a multi-token-prediction layer never replays.
+    routers = [router for router in routers if not getattr(router, "is_mtp_layer", False)]
     return [router for router in routers if (router.layer_number or 1) <= router.config.num_layers]
 
 
@@ -159,9 +163,8 @@ class ExpertLoad:
         self._layers = layers
         self._experts = experts
         self._counts: dict[int, Tensor] = {}  # layer number, from 1 -> counts [experts] on the device
-        for module in (module for model in models for module in model.modules()):
-            if isinstance(module, TopKRouter) and (module.layer_number or 0) <= layers:
-                module.register_forward_hook(self._count)
+        for router in (router for model in models for router in decoder_routers(model)):
+            router.register_forward_hook(self._count)
 
     def take(self, group: dist.ProcessGroup) -> Tensor | None:
         """Return the counts summed over `group`, float64 [layers, experts], and reset them; None for a dense model."""

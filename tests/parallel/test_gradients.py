@@ -40,6 +40,8 @@ def test_metrics_of_every_layout_are_those_of_one_rank(case: Case, outcomes: Out
 @pytest.mark.parametrize("case", cases_with("gradient"), ids=lambda case: case.name)
 def test_the_load_of_experts_is_that_of_one_rank_but_for_padding(case: Case, outcomes: Outcomes) -> None:
     (one,) = outcomes.by_rank(CASES[f"{case.model}-one"], "gradient")
+    if one["load"] is not None:
+        assert len({*one["load"].sum(1).tolist()} - {0.0}) == 1  # every layer with experts routes all tokens once
     for rank in outcomes.by_rank(case, "gradient"):
         if one["load"] is None:
             assert rank["load"] is None
