@@ -5,6 +5,7 @@ operation on big integers: an answer like `10^{10^{10}}` could block the rank. S
 parent kills it at the time limit. The child also limits its own CPU time and memory.
 """
 
+import json
 import math
 import os
 import re
@@ -13,10 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from fractions import Fraction
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +28,7 @@ from grpo_mp.rewards.answer_reading import (
     without_name,
 )
 from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.json_worker import JsonWorker, WorkerEndedError
 from grpo_mp.utils.processes import shared_environment
 
 BoxChoice = Literal["last", "first"]
@@ -46,51 +45,44 @@ class MathVerifier:
     def __init__(self, limit_s: float) -> None:
         """Limit each comparison to `limit_s` seconds."""
         self.limit_s = limit_s
-        self._child: subprocess.Popen[bytes] | None = None
-        self._connection, _ = Pipe()
+        self._child: JsonWorker | None = None
         self._lock = threading.Lock()
 
     def equal(self, expected: str, predicted: str) -> bool | None:
         """Return whether two answers are equal; None at the time limit, or if the child dies."""
         with self._lock:
-            if self._child is None:
-                self._start()
-            with suppress(EOFError, OSError):  # the child has ended
-                self._connection.send((expected, predicted, self.limit_s))
-                if self._connection.poll(self.limit_s):
-                    return bool(self._connection.recv())
-            self._end()
-            return None
+            self._child = self._child or _start_child()
+            try:
+                return bool(self._child.ask({"answers": (expected, predicted), "limit_s": self.limit_s}, self.limit_s))
+            except WorkerEndedError:
+                self._child = None
+                return None
 
     def close(self) -> None:
         with self._lock:
-            self._end()
+            if self._child:
+                self._child.end()
+                self._child = None
 
-    def _start(self) -> None:
-        path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-        self._connection, of_child = Pipe()
-        with of_child:
-            self._child = subprocess.Popen(
-                [sys.executable, "-m", "grpo_mp.rewards.math", str(of_child.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=[of_child.fileno()],
-                start_new_session=True,  # a signal to the rank's process group must not end the comparison
-                env={**shared_environment(), "PYTHONPATH": os.pathsep.join(filter(None, path))},
-            )
-        with suppress(EOFError):
-            if self._connection.poll(START_LIMIT_S) and self._connection.recv():
-                return
-        self._end()
-        raise UserError("reward.answer: math-verify did not start: `python -c 'import math_verify'` shows the reason")
 
-    def _end(self) -> None:
-        if self._child:
-            self._child.kill()
-            self._child.wait()
-            self._connection.close()
-            self._child = None
+def _start_child() -> JsonWorker:
+    path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    child = JsonWorker(
+        subprocess.Popen(
+            [sys.executable, "-m", "grpo_mp.rewards.math"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # a signal to the rank's process group must not end the comparison
+            env={**shared_environment(), "PYTHONPATH": os.pathsep.join(filter(None, path))},
+        )
+    )
+    try:  # loads imports and grammar tables before the first comparison is timed
+        child.ask({"answers": ("1", "x"), "limit_s": START_LIMIT_S}, START_LIMIT_S)
+    except WorkerEndedError as error:
+        reason = "`python -c 'import math_verify'` shows the reason"
+        raise UserError(f"reward.answer: math-verify did not start: {reason}") from error
+    return child
 
 
 def boxed_answer(text: str, which: BoxChoice = "last") -> str | None:
@@ -190,19 +182,20 @@ def _closing_braces(text: str) -> dict[int, int]:
     return closings
 
 
-def _serve(connection: Connection) -> None:
+def _serve() -> None:
     """Run the child: answer comparisons until the parent ends."""
-    _is_equal("1", "x")  # loads imports and grammar tables before the first comparison is timed
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, hard))
-    connection.send(True)
-    while True:
-        expected, predicted, limit_s = connection.recv()
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # a library must not write replies
+    for line in sys.stdin:
+        request = json.loads(line)
         # The kernel ends this process a few seconds of CPU time after the limit, also without its parent.
         used = resource.getrusage(resource.RUSAGE_SELF)
         _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-        resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime + limit_s) + 2, hard))
-        connection.send(_is_equal(expected, predicted))
+        seconds = int(used.ru_utime + used.ru_stime + request["limit_s"]) + 2
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, hard))
+        print(json.dumps({"value": _is_equal(*request["answers"])}), file=replies, flush=True)
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, hard))  # after the imports of the first comparison
 
 
 def _is_equal(expected: str, predicted: str) -> bool:
@@ -264,4 +257,4 @@ def _value(expression: Any) -> Any:
 
 
 if __name__ == "__main__":
-    _serve(Connection(int(sys.argv[1])))
+    _serve()

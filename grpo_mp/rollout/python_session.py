@@ -1,7 +1,7 @@
 """Main program of the Python tool's sandboxed interpreter. Its source text is passed to the sandbox, never imported.
 
-Command-line argument: time limit of one piece of code [s]. Each line of stdin is a JSON pair of a token and Python
-code. Variables live as long as the process. The reply is a line of the token followed by the printed output as JSON.
+Command-line argument: time limit of one piece of code [s]. A request is a line of JSON with Python `code`, the reply a
+line of JSON with what the code has printed as `value`. Variables live as long as the process.
 """
 
 import ast
@@ -25,13 +25,14 @@ def main(limit_s: float) -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
     os.dup2(printed, 1)
+    os.dup2(nowhere, 2)  # nobody reads the pipe, which would fill up
 
     def interrupt(*_: object) -> NoReturn:
         raise TimeoutError(f"the code took longer than {limit_s:g} s")
 
     signal.signal(signal.SIGALRM, interrupt)
     for line in requests:
-        token, code = json.loads(line)
+        code = json.loads(line)["code"]
         os.ftruncate(printed, 0)
         output = sys.stdout = os.fdopen(os.dup(1), "w")
         try:
@@ -53,7 +54,7 @@ def main(limit_s: float) -> None:
             os._exit(0)
         text = os.pread(printed, 2**24, 0).decode(errors="replace")
         with open(replies, "w", closefd=False) as reply:
-            reply.write("\n" + token + json.dumps(text) + "\n")
+            reply.write(json.dumps({"value": text}) + "\n")
 
 
 def run(text: str, names: dict[str, Any]) -> None:

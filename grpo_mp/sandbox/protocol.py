@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from grpo_mp.utils.json_worker import WorkerEndedError
+
 
 class SandboxError(Exception):
     """A sandbox cannot be started or reached."""
 
 
-class SandboxEndedError(SandboxError):
+class SandboxEndedError(SandboxError, WorkerEndedError):
     """A sandbox ended before it was stopped, for example because a program killed its processes."""
 
 

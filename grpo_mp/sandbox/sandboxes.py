@@ -1,23 +1,20 @@
 """Start sandboxes on this machine, or run programs on a sandbox server."""
 
 import base64
-import json
 import os
 import subprocess
-import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from multiprocessing.connection import wait
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
 import httpx
 
 from grpo_mp.sandbox.commands import isolate
 from grpo_mp.sandbox.protocol import Limits, Outcome, Sandbox, SandboxEndedError, SandboxError
-from grpo_mp.utils.errors import UserError, one_line
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.json_worker import JsonWorker
 from grpo_mp.utils.user_code import load_attribute
 
 PARALLEL = 4  # programs that run at one time on one rank: each may use a core
@@ -30,61 +27,28 @@ KINDS = ("bubblewrap", *CONTAINERS)
 REMEDY = "install bubblewrap and allow user namespaces, or name another sandbox, such as docker:IMAGE or a server's URL"
 
 
-class LocalSandbox:
+class LocalSandbox(JsonWorker):
     """A sandbox whose agent.py is a child of this process. All its processes end with the agent."""
 
+    ended_error = SandboxEndedError
+
     def __init__(self, process: "subprocess.Popen[bytes]", limits: Limits) -> None:
-        self._process = process
+        super().__init__(process)
         self._limits = limits
-        self._lock = threading.Lock()
 
     def exec(self, command: Sequence[str], stdin: str = "", timeout_s: float = 60.0) -> Outcome:
         most = self._limits.output_bytes
         request = {"do": "run", "command": list(command), "stdin": stdin, "timeout_s": timeout_s, "output_bytes": most}
-        return Outcome(*self._ask(request, timeout_s + GRACE_S))
+        return Outcome(*self.ask(request, timeout_s + GRACE_S))
 
     def write(self, path: str, content: bytes) -> None:
-        self._ask({"do": "write", "path": path, "content": base64.b64encode(content).decode()})
+        self.ask({"do": "write", "path": path, "content": base64.b64encode(content).decode()}, START_S)
 
     def read(self, path: str) -> bytes:
-        return base64.b64decode(self._ask({"do": "read", "path": path}))
+        return base64.b64decode(self.ask({"do": "read", "path": path}, START_S))
 
     def stop(self) -> None:
-        self._end()
-
-    def _end(self) -> str:
-        """End the sandbox and return its stderr."""
-        self._process.kill()
-        try:
-            _, stderr = self._process.communicate()
-        except ValueError:  # ended before
-            return ""
-        return stderr.decode(errors="replace").strip()
-
-    def _ask(self, request: dict[str, Any], limit_s: float = START_S) -> Any:
-        with self._lock:
-            try:
-                self._process.stdin.write(json.dumps(request).encode() + b"\n")  # type: ignore[union-attr]
-                self._process.stdin.flush()  # type: ignore[union-attr]
-                line = self._read_line(time.monotonic() + limit_s)
-            except (BrokenPipeError, ValueError):
-                line = b""
-        if not line.endswith(b"\n"):
-            raise SandboxEndedError(one_line(self._end()) or "the sandbox does not answer")
-        reply = json.loads(line)
-        if "error" in reply:
-            raise OSError(reply["error"])
-        return reply["value"]
-
-    def _read_line(self, deadline: float) -> bytes:
-        descriptor = self._process.stdout.fileno()  # type: ignore[union-attr]
-        pieces = list[bytes]()
-        while not (pieces and pieces[-1].endswith(b"\n")):
-            ready = wait([descriptor], max(0.0, deadline - time.monotonic()))
-            if not (ready and (piece := os.read(descriptor, 2**20))):
-                break
-            pieces.append(piece)
-        return b"".join(pieces)
+        self.end()
 
 
 class Sandboxes:
@@ -127,28 +91,25 @@ class Sandboxes:
         if self._class:
             sandbox: Sandbox = self._class(self._limits)
             return sandbox
-        pipes = (subprocess.PIPE, subprocess.PIPE, subprocess.PIPE)
-        local = LocalSandbox(self.popen(AGENT, [str(self._limits.file_bytes)], pipes), self._limits)
+        local = LocalSandbox(self.popen(AGENT, str(self._limits.file_bytes)), self._limits)
         try:
             local.exec(["true"])
         except SandboxEndedError as error:
             raise SandboxError(str(error)) from error
         return local
 
-    def popen(
-        self, program: str, arguments: Sequence[str], streams: Sequence[IO[bytes] | int]
-    ) -> "subprocess.Popen[bytes]":
-        """Start a Python program in a sandbox of its own, which ends with the program or with this process.
+    def popen(self, program: str, argument: str) -> "subprocess.Popen[bytes]":
+        """Start a Python program in a sandbox of its own, with pipes as stdin, stdout and stderr.
 
-        `streams`: stdin, stdout and stderr.
+        The sandbox ends with the program or with this process.
         """
         if self._url or self._class:
             raise SandboxError(f"it needs a sandbox of the kinds {', '.join(KINDS)}")
-        stdin, stdout, stderr = streams
-        command = isolate(self._kind, self._image, self._limits, program, arguments)
+        command = isolate(self._kind, self._image, self._limits, program, [argument])
         popen = Container if self._kind in CONTAINERS else subprocess.Popen[bytes]
+        pipe = subprocess.PIPE
         # bwrap ends with the thread that starts it, so that thread must live as long as this process.
-        return _spawner(os.getpid()).submit(popen, command, stdin=stdin, stdout=stdout, stderr=stderr).result()
+        return _spawner(os.getpid()).submit(popen, command, stdin=pipe, stdout=pipe, stderr=pipe).result()
 
     def _run_on_server(self, program: str, stdin: str, timeout_s: float) -> Outcome:
         """Run a program with SandboxFusion's API run_code."""

@@ -138,7 +138,7 @@ def test_the_child_finds_no_secret_of_the_run(monkeypatch: pytest.MonkeyPatch) -
     verifier = MathVerifier(limit_s=60.0)
     assert verifier.equal("x + 1", "1 + x")
     assert verifier._child
-    variables = Path(f"/proc/{verifier._child.pid}/environ").read_bytes()
+    variables = Path(f"/proc/{verifier._child.process.pid}/environ").read_bytes()
     assert b"PATH=" in variables
     assert b"secret" not in variables
     verifier.close()
