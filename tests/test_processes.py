@@ -16,7 +16,7 @@ import pytest
 
 from grpo_mp.utils.background import BackgroundTask
 from grpo_mp.utils.errors import PhaseTimeout
-from grpo_mp.utils.processes import LAUNCHER_PID, with_death_signal, with_descendants
+from grpo_mp.utils.processes import LAUNCHER_PID, with_descendants
 
 RANK = """
 import os, sys, time
@@ -55,29 +55,6 @@ def test_a_rank_ends_with_its_launcher(tmp_path: Path, launcher: str, when: str)
     while psutil.pid_exists(rank) and psutil.Process(rank).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, "the rank is left behind"
         time.sleep(0.05)
-
-
-def test_a_command_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
-    """By kill -9, as a report that a run writes; the status and arguments are the command's own."""
-    file = tmp_path / "pid"
-    sleep = f"import os, time; open({str(file)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
-    command = [sys.executable, "-c", sleep]
-    code = (
-        f"import subprocess; from grpo_mp.utils.processes import with_death_signal as f; subprocess.run(f({command}))"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    starter = subprocess.Popen([sys.executable, "-c", code], env=environment)
-    deadline = time.monotonic() + 120.0
-    while not file.exists() or not file.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    started = psutil.Process(int(file.read_text()))
-    starter.kill()
-    starter.wait()
-    while started.is_running() and started.status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline, "the command is left behind"
-        time.sleep(0.05)
-    assert subprocess.run(with_death_signal([sys.executable, "-c", "raise SystemExit(7)"]), check=False).returncode == 7
 
 
 def running(pids: list[int]) -> list[int]:

@@ -72,11 +72,6 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def specs_of(tensors: NamedTensors) -> list[TensorSpec]:
-    """Return the names, dtypes and shapes of tensors."""
-    return [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors]
-
-
 def packed_bytes(specs: Sequence[TensorSpec]) -> int:
     """Return the size of the packed tensors [bytes]."""
     return sum(spec.nbytes for spec in specs)

@@ -14,7 +14,6 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 LAUNCHER_PID = "GRPO_MP_LAUNCHER_PID"  # environment variable: id of the process that started this rank
-DESCENDANTS = "--with-descendants"
 WATCH_INTERVAL_S = 0.5
 DUMP_SIGNAL = signal.SIGUSR2  # ranks and engine processes write their stacks on this signal
 # Environment variables that user programs get. Other variables may hold secrets, such as keys of trackers and judges.
@@ -36,18 +35,13 @@ def prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl failed")
 
 
-def with_death_signal(command: Sequence[str]) -> list[str]:
-    """Return a command line that runs `command` and kills it when the thread that started it ends."""
-    return [sys.executable, __file__, *command]
-
-
 def with_descendants(command: Sequence[str], folder: str = "") -> list[str]:
     """Return a command line that runs `command`, and kills all its descendants when it exits or on SIGTERM.
 
     If the starting process ends, all are killed within a second. Finally `folder` is removed, if given. The exit status
     is that of `command`, or 127 if it cannot be started.
     """
-    return [sys.executable, "-I", "-S", __file__, DESCENDANTS, str(os.getpid()), folder, *command]
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), folder, *command]
 
 
 def begin_slow_imports() -> None:
@@ -151,8 +145,4 @@ def _run(starter: int, folder: str, command: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == DESCENDANTS:
-        _run(int(sys.argv[2]), sys.argv[3], sys.argv[4:])
-    else:  # the command line of `with_death_signal`; PR_SET_PDEATHSIG survives the exec
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        os.execvp(sys.argv[1], sys.argv[1:])
+    _run(int(sys.argv[1]), sys.argv[2], sys.argv[3:])

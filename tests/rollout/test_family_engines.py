@@ -16,7 +16,7 @@ from grpo_mp.checkpoint.hf_reader import HfReader
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.server import EngineProcess
-from grpo_mp.rollout.shared_memory import LOADER, export_to_host, specs_of
+from grpo_mp.rollout.shared_memory import LOADER, TensorSpec, export_to_host
 from grpo_mp.weight_sync.transport import serialize
 from tests.engines import started_engine
 from tests.parallel.cases import HYBRID
@@ -89,7 +89,7 @@ async def score_with_other_weights(process: EngineProcess, folder: Path) -> list
         weights = [(name, reader.read(name).contiguous()) for name in sorted(reader.names)]
     async with aclosing(EngineClient(process.spec.index, process.url, process.headers, REQUEST_TIMEOUT_S)) as client:
         await client.begin_weight_update()
-        specs = specs_of(weights)
+        specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights]
         with export_to_host(weights, specs) as export:
             await client.update_weights_from_tensor([serialize([export])], load_format=LOADER)
         await client.end_weight_update(1)

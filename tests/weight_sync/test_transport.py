@@ -28,7 +28,6 @@ from grpo_mp.rollout.shared_memory import (
     load_weights,
     packed_bytes,
     select,
-    specs_of,
 )
 from grpo_mp.utils.errors import EngineError, PhaseTimeout
 from grpo_mp.weight_sync.plan import Piece, RankRound
@@ -73,6 +72,10 @@ class RecordingClient:
 def rollout_of(client: RecordingClient) -> Any:
     """An engine that may not be lost."""
     return SimpleNamespace(client=client, call=asyncio.run, losing_engine=lambda: nullcontext(client))
+
+
+def specs_of(tensors: NamedTensors) -> list[TensorSpec]:
+    return [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors]
 
 
 def export_all(tensors: NamedTensors) -> AbstractContextManager[Export]:
