@@ -158,7 +158,6 @@ class EngineClient:
             base_url=url, headers=dict(headers), timeout=timeout_s, limits=limits, trust_env=False
         )
         self._updated = TARGET  # selector of the models in the current weight update
-        self._in_session = False  # whether this SGLang has sessions of weight updates
         self._cache_key = "0"  # weight version: separates radix-cache prefixes of different weights
         self._sent = deque[float]()  # time.time() at each request that the engine has perhaps not received
         self._held = 0  # requests that wait for the end of a pause
@@ -221,7 +220,7 @@ class EngineClient:
         if reply.status_code == httpx.codes.INTERNAL_SERVER_ERROR:  # malformed text of the policy is no engine error
             LOGGER.info("engine %d: the parser %s fails at what the policy wrote: %.200r", self.index, parser, text)
             return text, []
-        parsed = _expect_object(self._check_status(path, reply))
+        parsed = self._check_status(path, reply)
         calls = [(call["name"], call["parameters"]) for call in parsed["calls"] if call["name"]]
         return str(parsed["normal_text"]), calls
 
@@ -316,10 +315,7 @@ class EngineClient:
     async def begin_weight_update(self, with_draft: bool = False) -> None:
         """Begin a weight update. `with_draft`: also update the drafting layer."""
         self._updated = TARGET_AND_DRAFT if with_draft else TARGET
-        reply = await self._request("POST", "/begin_weight_update", self._updated)
-        self._in_session = reply.status_code != httpx.codes.NOT_FOUND  # SGLang before 0.5.20 has no sessions
-        if self._in_session:
-            self._check_success("/begin_weight_update", self._check_status("/begin_weight_update", reply))
+        await self._post("/begin_weight_update", self._updated)
 
     async def update_weights_from_tensor(self, payloads: Sequence[str], load_format: str | None = None) -> None:
         """Send one bucket of weights: a base64 payload for each of the engine's tensor-parallel ranks.
@@ -335,8 +331,7 @@ class EngineClient:
         Requests sent later never read KV cache of the old weights.
         """
         self._cache_key = str(version)
-        if self._in_session:
-            await self._post("/end_weight_update", {})
+        await self._post("/end_weight_update", {})
         if not keep_cache:
             await self.flush_cache()
         await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
@@ -481,9 +476,3 @@ def _error_message(content: Any) -> str:
         message = content.get("message") or content.get("error") or content
         return str(message.get("message", message) if isinstance(message, dict) else message)
     return str(content) or "(no message)"
-
-
-def _expect_object(content: Any) -> dict[str, Any]:
-    if not isinstance(content, dict):
-        raise UserError(f"expected a JSON object from the engine, found {type(content).__name__}")
-    return content
