@@ -56,13 +56,9 @@ class SamplingParams:
         """Return the parameters with only the seed of response `index`."""
         return replace(self, seeds=self.seeds[index : index + 1])
 
-    def for_turn(self, turn: int) -> "SamplingParams":
-        """Return the parameters for a turn of an episode, with separate seeds for each turn."""
-        return replace(self, seeds=tuple(sampling_seed(seed, turn) for seed in self.seeds))
-
-    def for_handle(self, number: int) -> "SamplingParams":
-        """Return the parameters for the `number`-th unrecorded handle of an episode, with separate seeds."""
-        return replace(self, seeds=tuple(sampling_seed(seed, "unrecorded", number) for seed in self.seeds))
+    def for_part(self, *part: int | str) -> "SamplingParams":
+        """Return the parameters with separate seeds for a part of an episode, such as a turn."""
+        return replace(self, seeds=tuple(sampling_seed(seed, *part) for seed in self.seeds))
 
     def as_json(self, count: int) -> dict[str, Any] | list[dict[str, Any]]:
         """Return SGLang's `sampling_params` for `count` responses to one prompt: if `is_split`, one item for each."""

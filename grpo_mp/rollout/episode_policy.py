@@ -217,7 +217,7 @@ class EpisodePolicy:
     def unrecorded(self) -> "EpisodePolicy":
         """Return a second handle whose turns are not trained on, see `Policy`."""
         self.watch.handles += 1
-        own = replace(self.context, sampling=self.context.sampling.for_handle(self.watch.handles))
+        own = replace(self.context, sampling=self.context.sampling.for_part("unrecorded", self.watch.handles))
         return EpisodePolicy(own, self.prompt, self.watch)
 
     @property
@@ -282,7 +282,7 @@ class EpisodePolicy:
     async def _sample(self, tokens: tuple[int, ...], max_tokens: int, stop: Sequence[str]) -> EngineOutput:
         context = self.context
         stops = (*self.context.sampling.stop, *stop)
-        sampling = replace(context.sampling.for_turn(self.turns), max_response_tokens=max_tokens, stop=stops)
+        sampling = replace(context.sampling.for_part(self.turns), max_response_tokens=max_tokens, stop=stops)
         (output,) = await context.client.generate(tokens, sampling, routing=context.routing)
         if output.aborted:
             raise EpisodeAbortedError
