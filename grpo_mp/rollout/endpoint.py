@@ -8,35 +8,21 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Any
 
 from aiohttp import web
 
 from grpo_mp.rollout import anthropic_requests, openai_requests
 from grpo_mp.rollout.openai_requests import MODEL, ChatRequest, RequestError
-from grpo_mp.rollout.protocol import EpisodeLimitError, Policy, Turn
+from grpo_mp.rollout.protocol import EpisodeLimitError, Policy
 from grpo_mp.utils.errors import EngineError, UserError
 
 LOGGER = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 MAX_BODY = 16 * 2**20  # bytes
 INVALID = "invalid_request_error"
-
-
-class Api(Protocol):
-    """Format of an API's requests and responses; a module has these functions."""
-
-    def read_request(self, text: str | bytes, /) -> ChatRequest:
-        """Parse the JSON body of a request. Raises RequestError for an invalid or unsupported request."""
-
-    def response(self, turn: Turn, prompt_tokens: int, /) -> dict[str, Any]:
-        """Return a turn as a response. `prompt_tokens`: number of tokens before the turn."""
-
-    def as_stream(self, answer: Mapping[str, Any], /) -> str:
-        """Return a response as server-sent events."""
-
-    def error_body(self, message: str, kind: str, code: str | None = None, /) -> dict[str, Any]:
-        """Return an error response."""
+Api = ModuleType  # openai_requests or anthropic_requests, which have functions of the same names
 
 
 @dataclass
@@ -113,7 +99,7 @@ async def _models(sessions: Mapping[str, Session], request: web.Request) -> web.
 
 
 async def _serve(sessions: Mapping[str, Session], api: Api, handle: Handler, request: web.Request) -> web.Response:
-    """Answer a request by `handle`. `api`: openai_requests or anthropic_requests."""
+    """Answer a request by `handle`."""
     session = _session(sessions, api, request)
     try:
         chat = api.read_request(await request.read())
