@@ -173,8 +173,8 @@ class LaunchGate:
         """Return whether a group may be launched now."""
         return number < self._admission.launch_limit + self._ahead
 
-    async def may_launch(self, number: int) -> bool:
-        """Wait until group `number` may be launched; return False if the step is done first."""
+    async def when_allowed(self, number: int) -> int | None:
+        """Wait until group `number` may be launched and return `number`; return None if the step is done first."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.done or self.allows(number))
-        return not self.done
+        return None if self.done else number

@@ -110,7 +110,7 @@ class RolloutWorker:
                 for number in groups.take_waiting(gate):
                     groups.start(number, self._generate_group, gate)
                 if launch is None and len(groups.running) < groups.most:
-                    launch = asyncio.create_task(_when_allowed(gate, groups.claim()))
+                    launch = asyncio.create_task(gate.when_allowed(groups.claim()))
                 awaited = {watch, *groups.running, *filter(None, [launch])}
                 await asyncio.wait(awaited, timeout=LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
                 if watch.done():
@@ -401,8 +401,3 @@ def _has_finished(generation: asyncio.Task[EndedGroup]) -> bool:
     if not generation.done() or generation.cancelled() or generation.exception():
         return False
     return isinstance(generation.result(), SampleGroup)
-
-
-async def _when_allowed(gate: LaunchGate, number: int) -> int | None:
-    """Wait until group `number` may be launched and return `number`; return None if the step is done first."""
-    return number if await gate.may_launch(number) else None
