@@ -27,7 +27,7 @@ from grpo_mp.monitor.samples import SHOWN_SAMPLES
 from grpo_mp.policy.critic import check_critic
 from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.rollout.reward_servers import check_served_models, served_models
-from grpo_mp.trainer.collect import Collector, RolloutBatch, RolloutCollector
+from grpo_mp.trainer.collect import RolloutBatch, RolloutCollector
 from grpo_mp.trainer.command_line import command, print_once, started_job
 from grpo_mp.trainer.describe import describe_engines, describe_prompts, describe_ranks, dry_run_text
 from grpo_mp.trainer.engines import Engines
@@ -72,7 +72,7 @@ class RolloutContext(RunContext):
 
     settings: Settings
     inputs: RunInputs
-    collector: Collector
+    collector: RolloutCollector | ReplayCollector
     evaluator: Evaluator
     recovery: EngineRecovery
 
@@ -363,7 +363,7 @@ def open_context(settings: Settings, inputs: RunInputs) -> Iterator[RolloutConte
         job = engines.job
         policy = engines.policy
         state = replace(engines.resumed.state, data=inputs.train.digest or engines.resumed.state.data)
-        collector: Collector
+        collector: RolloutCollector | ReplayCollector
         if inputs.replay:
             collector = ReplayCollector(inputs.replay, job, engines.phases)
         else:

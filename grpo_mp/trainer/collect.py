@@ -8,7 +8,6 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
 
 import torch.distributed as dist
 
@@ -70,21 +69,6 @@ class RolloutBatch:
         return tuple(info for info in self.launched if info.finished)
 
 
-class Collector(Protocol):
-    """Source of each step's groups: engines, or the rollout dump of an earlier run."""
-
-    synced_step: int  # the engines hold the weights that this step produced
-
-    def collect(self, state: TrainState, step: int) -> RolloutBatch:
-        """Return the groups and statistics of a step; sample infos are equal on all ranks."""
-
-    def finish_generation(self) -> None:
-        """Wait until no engine generates with its current weights."""
-
-    def stop(self) -> None:
-        """Pause the groups begun for later steps, and record them for a job that resumes the run."""
-
-
 @dataclass
 class Generation:
     """Generation of a step in progress on this rank."""
@@ -135,7 +119,7 @@ class RolloutCollector:
         self._journal = GroupJournal(self.settings.run.folder / ROLLOUTS, self.job.rank)
 
     def collect(self, state: TrainState, step: int) -> RolloutBatch:
-        """Generate and score the step's groups."""
+        """Generate and score the step's groups; sample infos are equal on all ranks."""
         group = self.job.group
         ahead = not self.settings.shares_devices
         generation, launched = self._generate(state, step)
@@ -197,7 +181,7 @@ class RolloutCollector:
         return self._launch(generation.stream.try_again(), task, generation.began_s)
 
     def stop(self) -> None:
-        """Pause and record the groups begun for later steps."""
+        """Pause the groups begun for later steps, and record them for a job that resumes the run."""
         self._stopped = True
         self.rollout.pause(self._next.wait() if self._next else self._carried)
         dist.barrier(group=self.job.group)

@@ -95,7 +95,7 @@ def _parse_facts(file: Path) -> StepFacts:
 
 @dataclass
 class ReplayCollector:
-    """Collector that reads the groups of each step from a dump; see `Collector`."""
+    """Reads the groups of each step from a dump, in place of a RolloutCollector."""
 
     rollouts: ReplayedRollouts
     job: Job
