@@ -6,7 +6,7 @@ Finished groups are recorded at once, so running the same command again continue
 import argparse
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from grpo_mp.checkpoint.run_lock import run_lock
 from grpo_mp.checkpoint.run_state import METRICS, claim_run_folder, complete_checkpoints
+from grpo_mp.checkpoint.settings_changes import dotted
 from grpo_mp.distributed.process_groups import all_gather
 from grpo_mp.evaluate import EngineJob, read_engine_job, read_inputs, start_engines
 from grpo_mp.rollout.journal import GroupJournal
@@ -75,18 +76,10 @@ class SamplingJob(EngineJob):
     def identity(self, inputs: RunInputs) -> dict[str, Any]:
         """Return name -> value of all inputs that determine the answers: settings, weights, prompts and user code."""
         settings = self.settings.model_dump(mode="json", include=SECTIONS)
-        decisive = {name: value for name, value in _dotted(settings) if not NEUTRAL.fullmatch(name)}
+        decisive = {name: value for name, value in dotted(settings) if not NEUTRAL.fullmatch(name)}
         weights = stat_digest(file for file in self.name.rglob("*") if file.suffix in (".safetensors", ".bin"))
         files = {"the model's files": weights, "the prompts": inputs.train.digest}
         return decisive | files | file_digests(settings)
-
-
-def _dotted(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from _dotted(value, f"{name}.{key}".removeprefix("."))
-    else:
-        yield name, tree
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

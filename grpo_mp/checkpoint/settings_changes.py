@@ -46,8 +46,8 @@ class Change:
 
 def settings_changes(old: Any, new: Any) -> list[Change]:
     """Return the differences between two nested dictionaries of settings; missing settings have default values."""
-    old_values = dict(_dotted(old))
-    new_values = dict(_dotted(new))
+    old_values = dict(dotted(old))
+    new_values = dict(dotted(new))
     root = SftSettings if "sft" in new else Settings
     changes = []
     for name in new_values | old_values:
@@ -80,9 +80,10 @@ def _shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _dotted(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def dotted(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and the value of each setting in nested dictionaries."""
     if not isinstance(tree, dict):
         yield name, tree
         return
     for key, value in tree.items():
-        yield from _dotted(value, f"{name}.{key}".removeprefix("."))
+        yield from dotted(value, f"{name}.{key}".removeprefix("."))
