@@ -1,6 +1,8 @@
 """Sentences that describe the run that the settings would start, for --dry-run."""
 
 from collections.abc import Iterable, Mapping
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -63,13 +65,9 @@ def dry_run_text(facts: Iterable[str], warnings: Iterable[str], folder: Path, se
 
 def show_learned(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a sample as one line of text, with its loss tokens in double brackets."""
-    decode = tokenizer.decode
-    parts = [decode(list(sample.prompt_tokens))]
-    run = list[int]()
+    parts = [tokenizer.decode(list(sample.prompt_tokens))]
     mask = sample.generated or (True,) * len(sample.tokens)
-    for index, (token, is_learned) in enumerate(zip(sample.tokens, mask, strict=True)):
-        run.append(token)
-        if index + 1 == len(mask) or mask[index + 1] != is_learned:
-            parts.append(f"[[{decode(run)}]]" if is_learned else decode(run))
-            run = []
+    for is_learned, run in groupby(zip(mask, sample.tokens, strict=True), itemgetter(0)):
+        text = tokenizer.decode([token for _, token in run])
+        parts.append(f"[[{text}]]" if is_learned else text)
     return repr("".join(parts))
