@@ -4,7 +4,6 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from itertools import chain, cycle
 from typing import Any, get_args
 
@@ -239,7 +238,7 @@ def memory_metrics(usages: Mapping[str, MemoryUsage], parallel: Parallel) -> dic
     return {
         metric_name(f"memory/{{phase}}/{kind}", phase=phase.lower()): float(value)
         for phase in usages
-        for kind, value in asdict(max_usage(of_rank[phase] for of_rank in by_rank)).items()
+        for kind, value in max_usage(of_rank[phase] for of_rank in by_rank)._asdict().items()
     }
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -100,8 +100,7 @@ def plan_moves(current: Residency, target: Residency) -> list[tuple[str, bool]]:
     return sorted(moves, key=lambda move: move[1])
 
 
-@dataclass(frozen=True)
-class MemoryUsage:
+class MemoryUsage(NamedTuple):
     """Memory of host and device at the end of a phase, and the device's peak in the phase; 0 for a CPU device."""
 
     host_bytes: int
@@ -128,10 +127,7 @@ class MemoryTracker:
 
 def max_usage(usages: Iterable[MemoryUsage]) -> MemoryUsage:
     """Return the maximum of each field over one or more usages."""
-    first, *rest = usages
-    for other in rest:
-        first = replace(first, **{name: max(value, getattr(other, name)) for name, value in vars(first).items()})
-    return first
+    return MemoryUsage(*map(max, zip(*usages, strict=True)))
 
 
 @contextmanager
