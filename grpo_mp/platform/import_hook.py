@@ -82,10 +82,6 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpo_mp" / f"megatron_on_cpu_{version}"
 
 
-def _cached(path: str) -> str:
-    return f"{cache_folder()}{path}"
-
-
 class _Loader(importlib.machinery.SourceFileLoader):
     """Loads a rewritten module. Python's cache of compiled modules moves to the user's cache folder."""
 
@@ -96,20 +92,17 @@ class _Loader(importlib.machinery.SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType | None:
         # PYTHONDONTWRITEBYTECODE forbids files beside the sources; this cache lies elsewhere.
         forbidden = sys.dont_write_bytecode
+        prefix = sys.pycache_prefix
         sys.dont_write_bytecode = False
+        sys.pycache_prefix = str(cache_folder())
         try:
             return super().get_code(fullname)
         finally:
             sys.dont_write_bytecode = forbidden
+            sys.pycache_prefix = prefix
 
     def source_to_code(self, data: Any, path: Any, **_: Any) -> CodeType:  # type: ignore[override]
         return compile_on_cpu(data, path)
-
-    def get_data(self, path: str) -> bytes:
-        return super().get_data(_cached(path) if path.endswith(".pyc") else path)
-
-    def set_data(self, path: str, data: bytes, **options: Any) -> None:  # type: ignore[override]
-        super().set_data(_cached(path), data, **options)
 
     def exec_module(self, module: ModuleType) -> None:
         module.__dict__[FAKE_CUDA] = fake_cuda
