@@ -25,7 +25,7 @@ from grpo_mp.checkpoint.run_state import (
 )
 from grpo_mp.checkpoint.stacked_experts import stack_experts
 from grpo_mp.config.sections import RunConfig
-from grpo_mp.distributed.process_groups import all_gather, make_groups
+from grpo_mp.distributed.process_groups import Parallel, all_gather, make_groups
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.lora import expert_projections
@@ -199,23 +199,12 @@ def export_policy(policy: Policy, folder: Path, like: Path, bucket_bytes: int | 
     Every rank writes its share. Memory: a round of `bucket_bytes` on the device, a shard and a tensor on the host.
     """
     parallel = policy.parallel
-    group = policy.parallel.cpu_group
+    group = parallel.cpu_group
     form = BLOCKWISE_FP8 if fp8 else None
     wire = WireFormat(policy.base_params, policy.tp_sizes(), policy.config.params_dtype, form)
     stacks = family_of(policy.hf).stacks_experts
     writers = export_writers(wire, parallel.world_size, stacks)
-    rounds = plan_rounds(
-        wire,
-        policy.weight_shards(),
-        readers=writers,
-        bucket_bytes=bucket_bytes,
-        group=group,
-        ranks_per_node=parallel.job.ranks_per_node,
-    )
-    resharder = Resharder(rounds, wire, policy.weights)
-    tensors: Iterable[tuple[str, Tensor]] = (
-        (name, tensor.to("cpu", copy=True)) for name, tensor in chain.from_iterable(resharder.stages(rounds))
-    )
+    tensors = _on_host(wire, policy.weight_shards(), policy.weights, writers, bucket_bytes, parallel)
     written = stack_experts(tensors, policy.config.num_moe_experts) if stacks else tensors
     others = read_non_policy_tensors(like, policy.hf, fp8=fp8, rank=parallel.rank, size=parallel.world_size)
     copies = _copied_names(like, policy.hf)
@@ -240,13 +229,7 @@ def export_adapters(policy: Policy, folder: Path, like: Path, bucket_bytes: int 
     params = {name: param for name, param in policy.params.items() if name not in policy.base_params}
     wire = WireFormat(params, policy.tp_sizes(), policy.config.params_dtype)
     parts = {name: part for name, part in policy.local_shards().items() if name in params}
-    group = parallel.cpu_group
-    per_node = parallel.job.ranks_per_node
-    rounds = plan_rounds(
-        wire, parts, readers=lambda _: {WHOLE: (0,)}, bucket_bytes=bucket_bytes, group=group, ranks_per_node=per_node
-    )
-    stages = chain.from_iterable(Resharder(rounds, wire, policy.tensors).stages(rounds))
-    tensors = [(name, tensor.to("cpu", copy=True)) for name, tensor in stages]
+    tensors = [*_on_host(wire, parts, policy.tensors, lambda _: {WHOLE: (0,)}, bucket_bytes, parallel)]
     of_experts = expert_projections(policy.base_params.values())
     family = family_of(policy.hf)
 
@@ -254,7 +237,24 @@ def export_adapters(policy: Policy, folder: Path, like: Path, bucket_bytes: int 
         if parallel.rank == 0:
             write_peft(folder, tensors, model=like, lora=lora, family=family, expert_projections=of_experts)
 
-    on_all_ranks(write, folder, group)
+    on_all_ranks(write, folder, parallel.cpu_group)
+
+
+def _on_host(
+    wire: WireFormat,
+    shards: Mapping[str, int],
+    tensors: Mapping[str, Tensor],
+    readers: Readers,
+    bucket_bytes: int | None,
+    parallel: Parallel,
+) -> Iterator[tuple[str, Tensor]]:
+    """Return copies on the host of the full tensors that this rank reads, made on access, round by round."""
+    per_node = parallel.job.ranks_per_node
+    rounds = plan_rounds(
+        wire, shards, readers=readers, bucket_bytes=bucket_bytes, group=parallel.cpu_group, ranks_per_node=per_node
+    )
+    stages = chain.from_iterable(Resharder(rounds, wire, tensors).stages(rounds))
+    return ((name, tensor.to("cpu", copy=True)) for name, tensor in stages)
 
 
 def _copied_names(like: Path, hf: HfConfig) -> dict[str, str]:
