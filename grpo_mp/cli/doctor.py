@@ -4,11 +4,11 @@ Prints findings with evidence and advice. The exit status is 1 if a finding is a
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from grpo_mp.utils.errors import UserError
-from grpo_mp.utils.findings import exit_status, render
+from grpo_mp.utils.findings import Finding, exit_status, render
 from grpo_mp.utils.parsers import Parser, non_negative, positive_int
 
 STUCK = """Show who waits for whom in a run that hangs: grpo-mp doctor stuck RUN
@@ -49,26 +49,24 @@ def main(arguments: Sequence[str]) -> int:
     model.add_argument("--sequences", type=positive_int, default=4, metavar="N", help="random ones (default: 4)")
     model.add_argument("--length", type=positive_int, default=64, metavar="N", help="tokens of each (default: 64)")
     args = parser.parse_args(arguments)
-    return {"stuck": _stuck, "machine": _machine, "model": _model}[args.what](args)
+    findings = [*{"stuck": _stuck, "machine": _machine, "model": _model}[args.what](args)]
+    print(render(findings))
+    return exit_status(findings)
 
 
-def _stuck(args: argparse.Namespace) -> int:
+def _stuck(args: argparse.Namespace) -> Iterable[Finding]:
     from grpo_mp.monitor.stuck import ask_ranks, diagnose
 
-    findings = diagnose(*ask_ranks(args.run, args.timeout_s))
-    print(render(findings))
-    return exit_status(findings)
+    return diagnose(*ask_ranks(args.run, args.timeout_s))
 
 
-def _machine(args: argparse.Namespace) -> int:
+def _machine(args: argparse.Namespace) -> Iterable[Finding]:
     from grpo_mp.doctor.machine import examine
 
-    findings = [*examine()]
-    print(render(findings))
-    return exit_status(findings)
+    return examine()
 
 
-def _model(args: argparse.Namespace) -> int:
+def _model(args: argparse.Namespace) -> Iterable[Finding]:
     from grpo_mp.checkpoint.hf_reader import has_hf_weights
     from grpo_mp.doctor.model import compare_models, random_tokens
     from grpo_mp.models.hf_config import HfConfig
@@ -80,6 +78,4 @@ def _model(args: argparse.Namespace) -> int:
     if not 2 <= args.length <= longest:
         raise UserError(f"--length {args.length}: the model takes 2 to {longest} tokens")
     tokens = random_tokens(hf.int("vocab_size"), args.sequences, args.length)
-    findings = compare_models(args.folder, tokens, args.dtype, [args.without])
-    print(render(findings))
-    return exit_status(findings)
+    return compare_models(args.folder, tokens, args.dtype, [args.without])
