@@ -1,7 +1,7 @@
 """Enter a phase: offload and onload its items, apply its time limit, record its time span and memory."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -73,11 +73,9 @@ class PhaseManager:
         with self._watchdog.phase(name, self._limit_s * phases), self._timeline.span(name):
             yield
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self) -> AbstractContextManager[None]:
         """Run a body that waits for other ranks outside a phase."""
-        with self._watchdog.phase(WAIT, self._limit_s), self._timeline.span(WAIT):
-            yield
+        return self.activity(WAIT, 1)
 
     def end(self) -> None:
         """Onload the NCCL communicators at the end of the job."""
