@@ -67,7 +67,7 @@ def to_megatron(source: Path, destination: Path, report_progress: ReportProgress
         files = stat_digest([*reader.files, source / "config.json"])
         record = {"model": str(source.absolute()), "files": files, "options": f"to-megatron {part_bytes}"}
         if folder := _write_parts(
-            destination, record, parts, form=_Format(load, write_part), report_progress=report_progress
+            destination, record, parts, load=load, save=write_part, report_progress=report_progress
         ):
             merge_parts(folder, parts)
             _complete(folder, destination)
@@ -106,7 +106,7 @@ def to_hf(
     files += tensors.original.files if tensors.original else ()
     record = {"model": str(like.absolute()), "files": stat_digest(files), "options": f"to-hf {fp8} {part_bytes}"}
     if folder := _write_parts(
-        destination, record, parts, form=_Format(tensors.load, _save), report_progress=report_progress
+        destination, record, parts, load=tensors.load, save=_save, report_progress=report_progress
     ):
         copy_aux_files(like, folder, quantization)
         write_index(folder, list(parts))
@@ -246,24 +246,18 @@ def _save(file: Path, tensors: list[tuple[str, Tensor]]) -> None:
     save_tensors(file, {name: tensor.contiguous() for name, tensor in tensors})
 
 
-@dataclass(frozen=True)
-class _Format:
-    """The two functions of a file format: one loads the tensors stored under a name, the other writes a part."""
-
-    load: Callable[[str], list[Any]]
-    save: Callable[[Path, list[Any]], None]
-
-
 def _write_parts(
     destination: Path,
     record: Mapping[str, str],
     parts: Mapping[str, tuple[tuple[str, ...], int]],
-    form: _Format,
+    load: Callable[[str], list[Any]],
+    save: Callable[[Path, list[Any]], None],
     report_progress: ReportProgress,
 ) -> Path | None:
     """Write the missing parts and return their folder; return None if `destination` is complete.
 
-    A part is loaded while the one before is written, so two are in memory. `parts`: names and bytes by file or folder.
+    A part is loaded while the one before is written, so two are in memory. `parts`: names and bytes by file or folder;
+    `load`: returns the tensors stored under a name; `save`: writes a part.
     """
     folder = incomplete_folder(destination)
     for written in (destination, folder):
@@ -279,7 +273,7 @@ def _write_parts(
 
     def write(part: str, content: list[Any]) -> None:
         unfinished = folder / f"unfinished_{part}"
-        form.save(unfinished, content)
+        save(unfinished, content)
         for path in (*unfinished.rglob("*"), unfinished):
             sync_to_disk(path)
         unfinished.rename(folder / part)
@@ -288,7 +282,7 @@ def _write_parts(
     with ThreadPoolExecutor(NUM_READERS) as readers, ThreadPoolExecutor(1) as writer:
         writing: Future[None] | None = None
         for part, (names, _) in missing.items():
-            content = [item for items in readers.map(form.load, names) for item in items]
+            content = [item for items in readers.map(load, names) for item in items]
             if writing:
                 writing.result()
             writing = writer.submit(write, part, content)
