@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from math import prod
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,12 @@ from grpo_mp.models.chunks import matrix_shape
 from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import FP8, SCALE, quantize, requantize
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.models.mapping import Param, fuse, split_by_bytes
+from grpo_mp.models.mapping import Param, fuse
 from grpo_mp.models.multi_token_prediction import copied_names
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.files import stat_digest, sync_to_disk, write_json
 from grpo_mp.utils.reading import read_json, read_yaml
+from grpo_mp.utils.splitting import split_by_size
 
 RECORD = "conversion.json"  # file with the model, the digest of the source files, and the options of a conversion
 PART_BYTES = 2**29
@@ -62,8 +64,8 @@ def to_megatron(source: Path, destination: Path, report_progress: ReportProgress
     with HfReader(source) as reader:
         check_model(reader, params.values(), hf)
         sizes = {name: param.num_elements * _dtype(reader, param).itemsize for name, param in params.items()}
-        groups = split_by_bytes(sizes, part_bytes)
-        parts = {f"part_{number:05d}": group for number, group in enumerate(groups)}
+        groups = split_by_size(sizes.items(), itemgetter(1), part_bytes)
+        parts = {f"part_{number:05d}": dict(group) for number, group in enumerate(groups)}
         files = stat_digest([*reader.files, source / "config.json"])
         record = {"model": str(source.absolute()), "files": files, "options": f"to-megatron {part_bytes}"}
         if folder := _write_parts(
@@ -100,8 +102,8 @@ def to_hf(
             f"{min(unread)}, which the model in {like} does not have"
         )
     tensors = _HfTensors(params, reader, HfReader(like) if has_hf_weights(like) else None, hf, fp8)
-    groups = split_by_bytes(tensors.sizes(), part_bytes)
-    parts = {shard_name(number, len(groups)): group for number, group in enumerate(groups, start=1)}
+    groups = [*split_by_size(tensors.sizes().items(), itemgetter(1), part_bytes)]
+    parts = {shard_name(number, len(groups)): dict(group) for number, group in enumerate(groups, start=1)}
     files = [*(file for file in reader.folder.rglob("*") if file.is_file()), like / "config.json"]
     files += tensors.original.files if tensors.original else ()
     record = {"model": str(like.absolute()), "files": stat_digest(files), "options": f"to-hf {fp8} {part_bytes}"}
@@ -249,14 +251,14 @@ def _save(file: Path, tensors: list[tuple[str, Tensor]]) -> None:
 def _write_parts(
     destination: Path,
     record: Mapping[str, str],
-    parts: Mapping[str, tuple[tuple[str, ...], int]],
+    parts: Mapping[str, Mapping[str, int]],
     load: Callable[[str], list[Any]],
     save: Callable[[Path, list[Any]], None],
     report_progress: ReportProgress,
 ) -> Path | None:
     """Write the missing parts and return their folder; return None if `destination` is complete.
 
-    A part is loaded while the one before is written, so two are in memory. `parts`: names and bytes by file or folder;
+    A part is loaded while the one before is written, so two are in memory. `parts`: bytes by name, by file or folder;
     `load`: returns the tensors stored under a name; `save`: writes a part.
     """
     folder = incomplete_folder(destination)
@@ -277,11 +279,11 @@ def _write_parts(
         for path in (*unfinished.rglob("*"), unfinished):
             sync_to_disk(path)
         unfinished.rename(folder / part)
-        report_progress(parts[part][1], sum(size for _, size in missing.values()))
+        report_progress(sum(parts[part].values()), sum(sum(sizes.values()) for sizes in missing.values()))
 
     with ThreadPoolExecutor(NUM_READERS) as readers, ThreadPoolExecutor(1) as writer:
         writing: Future[None] | None = None
-        for part, (names, _) in missing.items():
+        for part, names in missing.items():
             content = [item for items in readers.map(load, names) for item in items]
             if writing:
                 writing.result()

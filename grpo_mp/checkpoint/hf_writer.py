@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from grpo_mp.models.families import Family, family_of
 from grpo_mp.models.fp8 import BLOCK
 from grpo_mp.models.hf_config import QUANTIZATION_CONFIG, HfConfig
 from grpo_mp.utils.files import sync_to_disk, write_json
+from grpo_mp.utils.splitting import split_by_size
 
 SHARD_BYTES = 2**30  # largest file; a writer has one shard being written, one being filled, and one tensor in memory
 # Files that are copied with the weights: configs, tokenizer, templates, processors, code and licences. All others are
@@ -55,18 +56,19 @@ def write_shards(
     shards: list[str] = []
     with ThreadPoolExecutor(1, thread_name_prefix="export") as pool:
         writing: Future[str] | None = None
-        for number, tensors_by_name in enumerate(_split_by_bytes(tensors, shard_bytes)):
+        contiguous = ((name, tensor.contiguous()) for name, tensor in tensors)
+        for number, shard in enumerate(split_by_size(contiguous, lambda item: item[1].nbytes, shard_bytes)):
             if writing:
                 shards.append(writing.result())
-            writing = pool.submit(_write_shard, folder, f"shard-{writer}-{number}", tensors_by_name)
+            writing = pool.submit(_write_shard, folder, f"shard-{writer}-{number}", shard)
         if writing:
             shards.append(writing.result())
     return shards
 
 
-def _write_shard(folder: Path, file: str, tensors: dict[str, torch.Tensor]) -> str:
+def _write_shard(folder: Path, file: str, tensors: list[tuple[str, torch.Tensor]]) -> str:
     path = incomplete_folder(folder) / file
-    save_tensors(path, tensors)
+    save_tensors(path, dict(tensors))
     sync_to_disk(path)  # here, because only the machine that wrote the file has it in its page cache
     tensors.clear()
     return file
@@ -150,21 +152,6 @@ def write_index(folder: Path, files: Sequence[str]) -> None:
         total += max(entry["data_offsets"][1] for entry in header.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
-
-
-def _split_by_bytes(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the tensors, in order, in dictionaries of at most `max_bytes`, or one tensor."""
-    shard: dict[str, torch.Tensor] = {}
-    size = 0
-    for name, tensor in tensors:
-        if shard and size + tensor.nbytes > max_bytes:
-            yield shard
-            shard = {}
-            size = 0
-        shard[name] = tensor.contiguous()
-        size += tensor.nbytes
-    if shard:
-        yield shard
 
 
 def copy_aux_files(like: Path, folder: Path, quantization: Mapping[str, Any] | None = None) -> None:

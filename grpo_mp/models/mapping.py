@@ -4,16 +4,15 @@ A family lists `Rule`s; `expand` turns them into one `Param` per Megatron parame
 and weight sync use the same rules.
 """
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
 
 Shape = tuple[int, ...]
-Name = TypeVar("Name", bound=Hashable)
 
 
 class Section(NamedTuple):
@@ -212,19 +211,3 @@ def join(param: Param, shards: "Sequence[Sequence[torch.Tensor]]") -> "tuple[tor
             tensor = torch.cat([part for section in sections for part in section], dim=param.tp_dim)
         tensors.append(tensor[: shape[0]] if param.vocabulary else tensor)
     return tuple(tensors)
-
-
-def split_by_bytes(sizes: Mapping[Name, int], max_bytes: int) -> list[tuple[tuple[Name, ...], int]]:
-    """Split names, in order, into groups of at most `max_bytes`, or of a single larger name.
-
-    Return the names and the total bytes of each group.
-    """
-    groups: list[list[Name]] = []
-    totals: list[int] = []
-    for name, size in sizes.items():
-        if not groups or totals[-1] + size > max_bytes:
-            groups.append([])
-            totals.append(0)
-        groups[-1].append(name)
-        totals[-1] += size
-    return list(zip(map(tuple, groups), totals, strict=True))

@@ -5,7 +5,7 @@ With algorithm.distillation.topk it also returns the logprobs of the k most like
 
 import base64
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
@@ -19,13 +19,14 @@ from grpo_mp.rewards.reward_model import ReplyError, ServedModelClient, Server
 from grpo_mp.rewards.settings import DATA_SET
 from grpo_mp.utils.errors import UserError, one_line
 from grpo_mp.utils.section import ServedModelConfig
+from grpo_mp.utils.splitting import split_by_size
 from grpo_mp.utils.types import NO_TOKEN, Sample, SampleGroup, TopLogprobs
 
 PATH = "/generate"
 DETOKENIZE = "/v1/detokenize"
 SECTION = "algorithm.distillation"  # of the settings; a teacher is named `teacher`, or `teacher.SET` below it
 TEACHER = "teacher"
-MAX_TOPK_VALUES = 2**22  # logprobs in the reply of one request, which takes 11 bytes for each
+MAX_TOPK_VALUES = 2**22  # logprobs in the reply of one request, 11 bytes for each; a sequence may have more
 TOPK_REQUEST = {"return_flat_raw_top_logprobs": True, "return_flat_raw_top_logprobs_b64": True}
 TOPK_TOLERANCE = 1e-3  # by which a sum of probabilities may exceed 1: a bfloat16 teacher rounds
 TOPK_ARRAYS = {"idx": np.dtype("<i4"), "val": np.dtype("<f4")}  # part of the field's name in a reply -> type
@@ -49,7 +50,8 @@ class TeacherClient(ServedModelClient):
         """Return the group with the teacher's logprobs of the response tokens."""
         sequences = [sequence for sample in group.samples for sequence in sample.sequences]
         try:
-            scored = iter([one for part in self._requests(sequences) for one in self._score(part)])
+            requests = split_by_size(sequences, lambda one: len(one.tokens) * (self._topk or 0), MAX_TOPK_VALUES)
+            scored = iter([one for part in requests for one in self._score(part)])
         except RewardError as failure:
             raise UserError(f"{self.section}: prompt {group.prompt.index}: {failure}") from failure
         samples = []
@@ -65,20 +67,6 @@ class TeacherClient(ServedModelClient):
             self._score([Sample.from_tokens(0, (0,), (0,))])
         except RewardError as failure:
             raise UserError(f"{self.section}: {failure}") from failure
-
-    def _requests(self, sequences: Sequence[Sample]) -> Iterator[list[Sample]]:
-        """Split the sequences into requests whose replies have at most MAX_TOPK_VALUES logprobs, or one sequence."""
-        part = list[Sample]()
-        values = 0
-        for sequence in sequences:
-            own = len(sequence.tokens) * (self._topk or 0)
-            if part and values + own > MAX_TOPK_VALUES:
-                yield part
-                part = []
-                values = 0
-            part.append(sequence)
-            values += own
-        yield part
 
     def _score(self, sequences: Sequence[Sample]) -> list[Sample]:
         """Return the sequences with the teacher's logprobs of their responses at temperature 1."""
