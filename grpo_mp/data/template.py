@@ -16,7 +16,7 @@ from grpo_mp.data import harmony
 from grpo_mp.data.rows import without_nulls
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.files import encodable
-from grpo_mp.utils.reading import shorten
+from grpo_mp.utils.reading import json_object, shorten
 from grpo_mp.utils.types import Message
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -119,13 +119,8 @@ def _is_written(form: CallForm, tokenizer: PreTrainedTokenizerBase) -> bool:
 def _with_object(call: Any) -> Any:
     """Parse the arguments of a tool call if they are JSON text of an object."""
     arguments = _function(call).get("arguments")
-    if not isinstance(arguments, str):
-        return call
-    try:
-        read = json.loads(arguments)
-    except ValueError:
-        return call
-    return _with_arguments(call, read) if isinstance(read, dict) else call
+    read = json_object(arguments) if isinstance(arguments, str) else None
+    return call if read is None else _with_arguments(call, read)
 
 
 def _with_text(call: Any) -> Any:

@@ -1,6 +1,5 @@
 """Read a run folder, for the report, `grpo-mp watch` and the resume of a run."""
 
-import json
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +11,7 @@ from grpo_mp.checkpoint.run_state import METRICS, SETTINGS
 from grpo_mp.monitor.evaluation import EvalScore, read_scores
 from grpo_mp.monitor.samples import STEP_FILE, evenly_spaced
 from grpo_mp.utils.errors import UserError
-from grpo_mp.utils.reading import check_regular, read_yaml, refuse_unreadable
+from grpo_mp.utils.reading import check_regular, json_object, read_yaml, refuse_unreadable
 from grpo_mp.utils.redact import without_secrets
 
 LOGGER = logging.getLogger(__name__)
@@ -88,7 +87,7 @@ def read_metrics(file: Path) -> list[dict[str, float]]:
 
 def parse_metrics(content: bytes) -> dict[str, float | None] | None:
     """Return the metrics of a step by name, with None for values that are not finite, or None for an invalid line."""
-    line = _parse_object(content)
+    line = json_object(content) or {}
     if "step" not in line or not all(isinstance(value, int | float | None) for value in line.values()):
         return None
     return {name: value if value is not None and abs(value) <= LARGEST else None for name, value in line.items()}
@@ -96,16 +95,8 @@ def parse_metrics(content: bytes) -> dict[str, float | None] | None:
 
 def read_samples(file: Path) -> tuple[Line, ...]:
     """Read a JSON Lines file of samples; skip damaged lines."""
-    objects = map(_parse_object, file.read_bytes().splitlines())
-    return tuple(line for line in objects if "response" in line)
-
-
-def _parse_object(text: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
+    objects = map(json_object, file.read_bytes().splitlines())
+    return tuple(line for line in objects if line and "response" in line)
 
 
 def files_by_step(files: Iterable[Path]) -> dict[int, Path]:

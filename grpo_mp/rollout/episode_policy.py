@@ -1,7 +1,6 @@
 """Policy handle of one episode: renders new messages, generates on this rank's engine, records all tokens."""
 
 import asyncio
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
 from grpo_mp.rollout.protocol import Episode, EpisodeLimitError, RecordedSequence, Segment, ToolCall, Turn
 from grpo_mp.rollout.routed_experts import joined_routed_experts, known_tokens
 from grpo_mp.utils.errors import EngineError
+from grpo_mp.utils.reading import json_object
 from grpo_mp.utils.types import EpisodeState, ExpertIds, Message, Prompt
 
 # End markers of thinking, from SGLang's reasoning parsers.
@@ -314,7 +314,7 @@ class EpisodePolicy:
 
     def _tool_calls(self, calls: Sequence[tuple[str, str]]) -> Iterator[ToolCall]:
         for name, text in calls:
-            arguments = _arguments(text)
+            arguments = json_object(text)
             error = f"the arguments of {name} are no JSON object" if arguments is None else ""
             call_id = f"functions.{name}:{self._calls}"  # as Kimi-K2 numbers them
             yield ToolCall(name, arguments or {}, id=call_id, error=error, text=text)
@@ -347,12 +347,3 @@ def _said(message: Message) -> tuple[object, ...]:
     """Return the parts of a message that are compared to find the sequence that a conversation continues."""
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     return message["role"], message["content"], [(call["name"], call["arguments"]) for call in calls]
-
-
-def _arguments(text: str) -> dict[str, object] | None:
-    """Parse the arguments of a tool call; return None if they are not a JSON object."""
-    try:
-        arguments = json.loads(text)
-    except ValueError:
-        return None
-    return arguments if isinstance(arguments, dict) else None

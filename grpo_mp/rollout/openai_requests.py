@@ -18,6 +18,7 @@ from pydantic import (
 )
 
 from grpo_mp.rollout.protocol import Policy, Turn
+from grpo_mp.utils.reading import json_object
 from grpo_mp.utils.types import Message
 
 Request = TypeVar("Request", bound=BaseModel)
@@ -37,10 +38,7 @@ class RequestError(Exception):
 
 def _as_object(arguments: Any) -> Any:
     """Parse the arguments of a tool call; return {} if they are not a JSON object."""
-    try:
-        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
-        return {}
+    parsed = json_object(arguments) if isinstance(arguments, str) else arguments
     return parsed if isinstance(parsed, dict) else {}
 
 

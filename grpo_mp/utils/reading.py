@@ -113,6 +113,15 @@ def parse_json(text: str | bytes, where: str, remedy: str = "correct it, or copy
         raise UserError(f"{where}: not valid JSON ({one_line(error)}): {remedy}") from error
 
 
+def json_object(text: str | bytes) -> dict[str, Any] | None:
+    """Return the object that a JSON text is; None for all other texts."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
 def has_column(columns: Mapping[str, Any], name: str) -> bool:
     """Return whether `read_column` finds a column in a row."""
     return _inside(columns, name) is not MISSING
