@@ -5,7 +5,7 @@ from typing import Protocol
 
 from grpo_mp.algorithms.registries import CURRICULA, GROUP_FILTERS
 from grpo_mp.algorithms.settings import CurriculumConfig, FilterConfig
-from grpo_mp.utils.errors import UserError, one_line
+from grpo_mp.utils.errors import refuse_failures
 from grpo_mp.utils.types import SampleInfo
 
 
@@ -57,12 +57,8 @@ def load_curriculum(rule: CurriculumConfig) -> Curriculum | None:
 
 def call_curriculum(curriculum: Curriculum, samples: Sequence[SampleInfo], step: int) -> dict[int, int]:
     """Call a user's curriculum; return the last step that skips each prompt, by the prompt's index."""
-    try:
+    with refuse_failures(f"algorithm.curriculum.function: step {step}: it failed"):
         skipped = dict(curriculum(samples, step))
         if not all(type(number) is int for item in skipped.items() for number in item):
             raise TypeError(f"{skipped!r:.200} maps no prompt indices to steps")
-    except Exception as error:
-        raise UserError(
-            f"algorithm.curriculum.function: step {step}: it failed: {type(error).__name__}: {one_line(error)}"
-        ) from error
     return skipped

@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from grpo_mp.config.registries import DATA_SOURCES
-from grpo_mp.utils.errors import UserError, one_line
+from grpo_mp.utils.errors import UserError, refuse_failures
 from grpo_mp.utils.reading import check_regular, parse_json
 
 Columns = dict[str, Any]
@@ -68,16 +68,10 @@ def read_rows(name: str, source: str | None = None) -> Rows:
             raise UserError(f"{name}: no such file: set data.train or data.eval to an existing one")
         check_regular(path)
     read = DATA_SOURCES.resolve(source, "data.source")
-    try:
+    with refuse_failures(f"data.source {source!r}: reading {name!r} failed"):  # of a user's reader, pyarrow or fsspec
         found = read(name)
         is_indexed = hasattr(found, "__len__") and hasattr(found, "__getitem__")
         rows = cast(Sequence[Columns], found) if is_indexed else list(found)
-    except UserError:
-        raise
-    except Exception as error:  # raised by a user's reader, pyarrow, fsspec and others
-        raise UserError(
-            f"data.source {source!r}: reading {name!r} failed: {type(error).__name__}: {one_line(error)}"
-        ) from error
     return Rows(name, "line" if isinstance(rows, JsonLines) else "row", rows)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from grpo_mp.rollout.protocol import Episode, EpisodeLimitError, Policy, Task, ToolCall, function_schema
-from grpo_mp.utils.errors import UserError, one_line
+from grpo_mp.utils.errors import UserError, one_line, refuse_failures
 from grpo_mp.utils.reading import parse_json
 from grpo_mp.utils.types import Message
 
@@ -42,11 +42,8 @@ class Resources:
         """Check that a server answers at `url`. `tool_s`: time limit of one tool call, in seconds."""
         if not str(url).startswith(("http://", "https://")):
             raise UserError(f"rollout.function_args: url is {url!r:.80}: set the address of a resources server")
-        try:
+        with refuse_failures(f"rollout.function_args: no resources server answers at {url}"):
             httpx.get(url, timeout=ANSWER_S, trust_env=False)
-        except httpx.TransportError as error:
-            reason = f"{type(error).__name__}: {one_line(error)}"
-            raise UserError(f"rollout.function_args: no resources server answers at {url}: {reason}") from error
         self._url = url
         self._tool_s = tool_s
 

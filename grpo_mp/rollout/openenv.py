@@ -13,7 +13,7 @@ import httpx
 
 from grpo_mp.rollout.mcp_tools import ConnectionLostError, ToolCallError, fill_in
 from grpo_mp.rollout.protocol import ListedTools, function_schema
-from grpo_mp.utils.errors import UserError, one_line
+from grpo_mp.utils.errors import UserError, one_line, refuse_failures
 
 SECTION = "rollout.tool_args grpo_mp.rollout.openenv:Environment"
 ACTIONS_OF_MCP = ("Action", "CallToolAction", "ListToolsAction")  # names of the actions of environments with MCP tools
@@ -49,7 +49,7 @@ class Environment(ListedTools):
 
     async def schemas(self) -> list[dict[str, Any]]:
         """Return the JSON schemas of the tools. Raises UserError if the server does not answer or has none."""
-        try:
+        with refuse_failures(f"{self._url} does not answer as a server of OpenEnv"):
             async with httpx.AsyncClient(headers=self._headers, timeout=None, trust_env=False) as client:
                 action = (await client.get(f"{self._url}/schema")).raise_for_status().json()["action"]
             if action["title"] not in ACTIONS_OF_MCP:
@@ -57,9 +57,6 @@ class Environment(ListedTools):
                 return [function_schema(STEP, action.get("description", ""), {**action, "properties": fields})]
             tools = self._ask(STEP, {"type": "list_tools"})["tools"]
             schemas = [function_schema(tool["name"], tool["description"], tool["input_schema"]) for tool in tools]
-        except Exception as error:
-            reason = f"{type(error).__name__}: {one_line(error)}"
-            raise UserError(f"{self._url} does not answer as a server of OpenEnv: {reason}") from error
         if not schemas:
             raise UserError(f"the environment at {self._url} has no tools")
         return schemas

@@ -13,7 +13,7 @@ from transformers.utils import get_json_schema
 
 from grpo_mp.rollout.protocol import BoundedTools, ListedTools, ToolCall, ToolResult
 from grpo_mp.rollout.tool_processes import ToolError, ToolProcess, ToolProcesses, ToolTimeoutError
-from grpo_mp.utils.errors import UserError, did_you_mean, one_line
+from grpo_mp.utils.errors import UserError, did_you_mean, one_line, refuse_failures
 from grpo_mp.utils.files import encodable
 from grpo_mp.utils.user_code import load_attribute
 
@@ -177,13 +177,8 @@ def load_tools(
 
 def _slots(kind: type, arguments: Mapping[str, Any], label: str) -> asyncio.Semaphore | None:
     """Return the slots of BoundedTools; create an instance to check the arguments at startup."""
-    try:
+    with refuse_failures(f"{label}: no environment can be made of {dict(arguments)}", (Exception, SystemExit)):
         made = kind(**arguments)
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:
-        reason = f"{type(error).__name__}: {one_line(error)}"
-        raise UserError(f"{label}: no environment can be made of {dict(arguments)}: {reason}") from error
     return asyncio.Semaphore(made.parallel) if isinstance(made, BoundedTools) else None
 
 

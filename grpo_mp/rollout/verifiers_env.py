@@ -12,7 +12,7 @@ from grpo_mp.rollout.endpoint import Endpoint, Session
 from grpo_mp.rollout.openai_agent import run_agent
 from grpo_mp.rollout.openai_requests import MODEL
 from grpo_mp.rollout.protocol import Episode, Policy, Task
-from grpo_mp.utils.errors import UserError, one_line
+from grpo_mp.utils.errors import UserError, one_line, refuse_failures
 from grpo_mp.utils.reading import parse_json
 
 VERSIONS = "verifiers>=0.4,<0.5"
@@ -23,7 +23,7 @@ class VerifiersRollout:
 
     def __init__(self, **settings: Any) -> None:
         """Load an environment. `settings`: the section `env` of verifiers, such as `taskset: {id: NAME}`."""
-        with _refuse_failures("rollout.function_args") as library:
+        with _library("rollout.function_args") as library:
             self._environment = library.load_environment(library.resolve_env_config(settings))
         self._library = library
         self._endpoint = Endpoint()
@@ -76,7 +76,7 @@ def read_taskset(name: str) -> Iterator[dict[str, Any]]:
     """
     taskset, _, settings = name.partition(":")
     given = parse_json(settings or "{}", f"data.source=verifiers: the settings of {name!r}")
-    with _refuse_failures(f"data.source=verifiers: {taskset}") as library:
+    with _library(f"data.source=verifiers: {taskset}") as library:
         config = library.taskset_config_type(taskset).model_validate({**given, "id": taskset})
         tasks = library.load_taskset(config)
         if not tasks.bounded:
@@ -90,7 +90,7 @@ def read_taskset(name: str) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def _refuse_failures(section: str) -> Iterator[Any]:
+def _library(section: str) -> Iterator[Any]:
     """Yield the library. Raises UserError where it is missing, and for a failure of the body."""
     try:
         library = importlib.import_module("verifiers.v1")
@@ -98,7 +98,5 @@ def _refuse_failures(section: str) -> Iterator[Any]:
         raise UserError(
             f"{section}: verifiers is missing here, or of another version ({error}): pip install {VERSIONS!r}"
         ) from error
-    try:
+    with refuse_failures(f"{section}: loading it failed"):
         yield library
-    except Exception as error:
-        raise UserError(f"{section}: loading it failed: {type(error).__name__}: {one_line(error)}") from error

@@ -5,7 +5,8 @@ import errno
 import math
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 Number = TypeVar("Number", int, float)
@@ -36,6 +37,17 @@ class EngineTimeout(EngineError, PhaseTimeout):  # noqa: N818
 
 class EarlyStopError(UserError):
     """Training stopped on purpose, for example by a metric guard. Batch scripts do not resume the run."""
+
+
+@contextmanager
+def refuse_failures(what: str, kinds: tuple[type[BaseException], ...] = (Exception,)) -> Iterator[None]:
+    """Convert other errors of the body than UserError to a UserError: "WHAT: TypeError: message"."""
+    try:
+        yield
+    except UserError:
+        raise
+    except kinds as error:
+        raise UserError(f"{what}: {type(error).__name__}: {one_line(error)}") from error
 
 
 def exit_with(error: UserError) -> NoReturn:

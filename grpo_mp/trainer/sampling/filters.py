@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from grpo_mp.config.registries import SAMPLE_FILTERS
-from grpo_mp.utils.errors import UserError, one_line
+from grpo_mp.utils.errors import UserError, refuse_failures
 from grpo_mp.utils.types import Prompt, Sample, SampleGroup
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -127,13 +127,8 @@ def apply_filters(group: SampleGroup, filters: Mapping[str, SampleFilter], dropp
     for name, keeps in filters.items():
         if not samples:
             break
-        try:
+        with refuse_failures(f"sample.filters.{name}: prompt {group.prompt.index}: it failed"):
             verdicts = list(keeps(group.prompt, samples))
-        except Exception as error:
-            raise UserError(
-                f"sample.filters.{name}: prompt {group.prompt.index}: it failed: {type(error).__name__}: "
-                f"{one_line(error)}"
-            ) from error
         if len(verdicts) != len(samples) or not all(isinstance(verdict, bool) for verdict in verdicts):
             raise UserError(
                 f"sample.filters.{name}: prompt {group.prompt.index}: it returned {verdicts!r:.100}: return true or "
