@@ -3,7 +3,6 @@
 from typing import Any
 
 from grpo_mp.models import blocks, gqa, multi_token_prediction, shared_experts
-from grpo_mp.models.blocks import HF_LAYER, MCORE_LAYER
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Rule
 
@@ -56,12 +55,6 @@ def rules(hf: HfConfig) -> list[Rule]:
         *blocks.dense_mlp(hf, layers[:dense]),
         *blocks.experts(hf, moe, experts, width, NAMES),
         *blocks.mlp(hf, moe, shared, prefix="mlp.shared_experts.", hf_prefix="mlp.shared_mlp."),
-        Rule(
-            MCORE_LAYER + "mlp.router.expert_bias",
-            (HF_LAYER + "mlp.expert_bias",),
-            ((experts,),),
-            layers=moe,
-            keep_float32=True,
-        ),
+        shared_experts.expert_bias(moe, experts, "mlp.expert_bias"),
         *multi_token_prediction.rules(hf),
     ]

@@ -49,13 +49,7 @@ def rules(hf: HfConfig) -> list[Rule]:
             for x, count in heads.items()
         ),
         *blocks.experts(hf, layers, experts, hf.int("intermediate_size"), NAMES),
-        Rule(
-            MCORE_LAYER + "mlp.router.expert_bias",
-            (HF_LAYER + NAMES.moe_block + "e_score_correction_bias",),
-            ((experts,),),
-            layers=layers,
-            keep_float32=True,
-        ),
+        shared_experts.expert_bias(layers, experts, NAMES.moe_block + "e_score_correction_bias"),
     ]
 
 

@@ -1,5 +1,6 @@
 """MoE layers with shared experts, after dense first layers (DeepSeek, Kimi, Moonlight, GLM)."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from grpo_mp.models import blocks
@@ -69,13 +70,13 @@ def rules(hf: HfConfig) -> list[Rule]:
 
 def bias_rule(hf: HfConfig) -> Rule:
     """Map the expert bias of sigmoid routing."""
-    return Rule(
-        MCORE_LAYER + "mlp.router.expert_bias",
-        (HF_LAYER + "mlp.gate.e_score_correction_bias",),
-        ((hf.int("n_routed_experts"),),),
-        layers=_moe_layers(hf),
-        keep_float32=True,
-    )
+    return expert_bias(_moe_layers(hf), hf.int("n_routed_experts"), "mlp.gate.e_score_correction_bias")
+
+
+def expert_bias(layers: Sequence[int], experts: int, name: str) -> Rule:
+    """Map the expert bias of sigmoid routing. `name`: in the Hugging Face layer."""
+    mcore = MCORE_LAYER + "mlp.router.expert_bias"
+    return Rule(mcore, (HF_LAYER + name,), ((experts,),), layers=layers, keep_float32=True)
 
 
 def _moe_layers(hf: HfConfig) -> range:
