@@ -109,14 +109,15 @@ def score_eval_set(infos: Sequence[SampleInfo], votes: Votes | None = None, too_
         samples=samples,
         pass_at=_pass_at(judged, samples, too_long) if has_pass_at else {},
         maj_at=_maj_at(judged, samples, votes, too_long) if has_pass_at and votes is not None else {},
-        reward_terms=_reward_terms(infos),
+        reward_terms=means(info.reward_terms for info in infos),
     )
 
 
-def _reward_terms(infos: Sequence[SampleInfo]) -> dict[str, float]:
+def means(measured: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each name's values."""
     values = defaultdict[str, list[float]](list)
-    for info in infos:
-        for name, value in info.reward_terms.items():
+    for one in measured:
+        for name, value in one.items():
             values[name].append(value)
     return {name: fmean(found) for name, found in values.items()}
 

@@ -15,7 +15,7 @@ from grpo_mp.algorithms.loss_metrics import MAXIMA, SUMS, merge_reports
 from grpo_mp.algorithms.values import LOSS_SUMS, RETURN_SUMS, return_sums, value_metrics
 from grpo_mp.batching.step_batch import StepBatch, student_logprobs
 from grpo_mp.distributed.process_groups import Parallel, all_gather
-from grpo_mp.monitor.evaluation import EvalScore
+from grpo_mp.monitor.evaluation import EvalScore, means
 from grpo_mp.monitor.metrics import metric_name
 from grpo_mp.policy.multi_token_prediction import MtpLoss
 from grpo_mp.policy.routing_replay import RoutingReplay
@@ -42,12 +42,10 @@ def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[st
     """Return metrics of rewards, lengths and weight versions. `weight_version`: newest version when the step began."""
     rewards = [info.reward for info in infos if info.is_scored]
     lengths = [info.all_response_tokens for info in infos]
-    by_group, by_term, by_answer = (defaultdict[Any, list[float]](list) for _ in range(3))
+    by_group, by_answer = (defaultdict[Any, list[float]](list) for _ in range(2))
     for info in infos:
         if info.is_scored:
             by_group[info.group_id].append(info.reward)
-        for term, value in info.reward_terms.items():
-            by_term[term].append(value)
         if info.is_correct is not None:  # growing wrong answers: length bias of arXiv 2503.20783
             by_answer["correct" if info.is_correct else "incorrect"].append(info.all_response_tokens)
     right = accuracy(infos)
@@ -74,7 +72,10 @@ def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[st
     lag = sum(weight_version * info.all_response_tokens - info.versions_sum for info in infos)
     return {
         **spread,
-        **{metric_name("reward/term/{name}", name=term): statistics.fmean(values) for term, values in by_term.items()},
+        **{
+            metric_name("reward/term/{name}", name=term): mean
+            for term, mean in means(info.reward_terms for info in infos).items()
+        },
         "rollout/response_length/mean": statistics.fmean(lengths),
         **{
             metric_name("rollout/response_length/{answer}", answer=a): statistics.fmean(v) for a, v in by_answer.items()
@@ -97,10 +98,6 @@ def episode_metrics(infos: Sequence[SampleInfo]) -> dict[str, float]:
     Metrics with names that end with _s are times.
     """
     episodes = [info for info in infos if info.state]
-    values = defaultdict[str, list[float]](list)
-    for info in episodes:
-        for name, value in info.metrics.items():
-            values[name].append(value)
     if not episodes:
         return {}
     return {
@@ -110,8 +107,8 @@ def episode_metrics(infos: Sequence[SampleInfo]) -> dict[str, float]:
         },
         "rollout/given_tokens/mean": statistics.fmean(info.given_tokens for info in episodes),
         **{
-            metric_name(EPISODE_TIME if name.endswith("_s") else EPISODE_METRIC, name=name): statistics.fmean(numbers)
-            for name, numbers in values.items()
+            metric_name(EPISODE_TIME if name.endswith("_s") else EPISODE_METRIC, name=name): mean
+            for name, mean in means(info.metrics for info in episodes).items()
         },
     }
 
