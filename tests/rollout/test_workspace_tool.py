@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,10 @@ def test_commands_share_files_and_have_limits() -> None:
 def test_a_sandbox_ends_with_its_episode() -> None:
     kit, tools = open_workspace({"files": {}})
     call(tools, "bash", command="sleep 1234 & echo")
-    assert sleeping()
+    until = time.monotonic() + 60
+    while not sleeping():  # its shell has forked, and the fork becomes `sleep` when it gets a core
+        assert time.monotonic() < until
+        time.sleep(0.02)
     LOOP.run_until_complete(tools.close())
     LOOP.run_until_complete(kit.close())
     psutil.wait_procs(sleeping(), timeout=60)
