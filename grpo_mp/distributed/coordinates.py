@@ -4,9 +4,8 @@ Megatron's order, fastest-varying first: tensor, context, data, pipeline for den
 expert data, pipeline for experts.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.models.mapping import Param
@@ -66,35 +65,6 @@ def tp_size(param: Param, layout: LayoutConfig) -> int:
     if param.tp_dim is None:
         return 1
     return layout.expert_tensor if param.expert is not None else layout.tensor
-
-
-def shard_holders(
-    params: Mapping[str, Param], layout: LayoutConfig, world_size: int, stage_layers: Sequence[Sequence[int]]
-) -> dict[str, dict[int, list[int]]]:
-    """Return the ranks that hold each part of each parameter: name -> part -> ranks.
-
-    `stage_layers`: layers of each pipeline stage.
-    """
-    stage_of = {layer: stage for stage, layers in enumerate(stage_layers) for layer in layers}
-    all_coords = [coordinates(rank, layout, world_size) for rank in range(world_size)]
-
-    @cache
-    def ranks_by_part(stage: int, expert_rank: int | None, divided: bool) -> dict[int, list[int]]:
-        held: dict[int, list[int]] = {}
-        for rank, coords in enumerate(all_coords):
-            if coords.pipeline == stage and expert_rank in (None, coords.expert):
-                part = coords.tensor if expert_rank is None else coords.expert_tensor
-                held.setdefault(part if divided else 0, []).append(rank)
-        return held
-
-    holders = {}
-    for name, param in params.items():
-        # Outside the layers: the embedding is on the first stage; its copy, final norm and output layer on the last.
-        outside = 0 if name.startswith("embedding") else layout.pipeline - 1
-        stage = outside if param.layer is None else stage_of[param.layer]
-        expert_rank = None if param.expert is None else param.expert * layout.expert // param.experts
-        holders[name] = ranks_by_part(stage, expert_rank, param.tp_dim is not None)
-    return holders
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,10 @@ class JsonWorker:
     ended_error: type[WorkerEndedError] = WorkerEndedError
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
-        """Take over a process with pipes as stdin and stdout; a pipe as stderr must have room for all it writes."""
+        """Wrap a running process whose stdin and stdout are pipes.
+
+        Only `end` reads a pipe as stderr, so the process must write less there than a pipe holds (64 KiB).
+        """
         self.process = process
         self._lock = threading.Lock()
 

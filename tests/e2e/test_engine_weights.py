@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from grpo_mp.config.sections import LayoutConfig
-from grpo_mp.distributed.coordinates import shard_holders
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rollout.engine_layout import engine_parallelism, expert_alignment
@@ -17,6 +16,7 @@ from grpo_mp.weight_sync.plan import engine_readers, group_params, plan_sync
 from grpo_mp.weight_sync.wire import WireFormat
 from tests.e2e.conftest import StartJob, outcome
 from tests.e2e.sync_and_export import ALTERED
+from tests.shard_holders import shard_holders
 from tools.tiny.arithmetic import vocabulary_words
 from tools.tiny.models import make_tiny, make_tokenizer
 

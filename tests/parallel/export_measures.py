@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from grpo_mp.checkpoint.hf_reader import HfReader
-from grpo_mp.distributed.coordinates import shard_holders
 from grpo_mp.distributed.stages import layers_of_stages
 from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import SCALE, quantize
@@ -27,6 +26,7 @@ from grpo_mp.weight_sync.update import plan_rounds
 from grpo_mp.weight_sync.wire import WireFormat
 from tests.parallel.cases import KINDS
 from tests.parallel.measures import Bench, Result
+from tests.shard_holders import shard_holders
 from tests.weight_sync.sent_messages import sent_messages
 
 
@@ -134,7 +134,7 @@ def _export(bench: Bench, targets: tuple[int, ...]) -> Result:
 
 
 def _planned_rounds(bench: Bench, wire: WireFormat, targets: tuple[int, ...]) -> tuple[RankRound, ...]:
-    """Plan from the layout alone, as the planner does."""
+    """Plan from the layout alone, without the other ranks."""
     layout = bench.settings.layout
     world_size = bench.parallel.world_size
     decoder = layers_of_stages(bench.policy.config.num_layers, layout, bench.settings.training.megatron_args)

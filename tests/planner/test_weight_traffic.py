@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo_mp.config import load_settings
-from grpo_mp.distributed.coordinates import shard_holders, tp_size
+from grpo_mp.distributed.coordinates import tp_size
 from grpo_mp.models.families import family_of
 from grpo_mp.models.mapping import Param
 from grpo_mp.planner.clusters import OVERHEADS, read_cluster
@@ -19,6 +19,7 @@ from grpo_mp.planner.model_configs import named_config
 from grpo_mp.rollout.engine_layout import engine_host_ranks, engine_placements, expert_alignment
 from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY, Piece, Transfer, engine_readers, group_params, plan_sync
 from grpo_mp.weight_sync.wire import WireFormat
+from tests.shard_holders import shard_holders
 
 GB = 1e9
 

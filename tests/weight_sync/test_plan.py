@@ -20,7 +20,7 @@ from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor
 
 from grpo_mp.config.sections import LayoutConfig
-from grpo_mp.distributed.coordinates import coordinates, shard_holders, tensor_part, tp_size
+from grpo_mp.distributed.coordinates import coordinates, tensor_part, tp_size
 from grpo_mp.models.families import FAMILIES
 from grpo_mp.models.fp8 import SCALE, quantize
 from grpo_mp.models.hf_config import INT4 as INT4_GROUPS
@@ -44,6 +44,7 @@ from grpo_mp.weight_sync.transport import EngineLink
 from grpo_mp.weight_sync.update import WeightSync
 from grpo_mp.weight_sync.wire import WireFormat
 from tests.models.test_mapping import megatron_shard
+from tests.shard_holders import shard_holders
 from tools.tiny.models import TINY_CONFIGS
 
 EXPERTS = 4
