@@ -14,7 +14,7 @@ from grpo_mp.algorithms.distillation_settings import RIGHT_ANSWERS, Distillation
 from grpo_mp.algorithms.registries import TEACHER_PROMPTS
 from grpo_mp.data.template import ChatRenderer, read_messages
 from grpo_mp.rewards.settings import DATA_SET
-from grpo_mp.utils.errors import UserError, one_line
+from grpo_mp.utils.errors import UserError, refuse_failures
 from grpo_mp.utils.reading import has_column, read_column
 from grpo_mp.utils.types import Message, Prompt, Sample, SampleGroup
 
@@ -41,7 +41,7 @@ class TeacherPrompt(Protocol):
 
 
 def with_demonstration(
-    messages: Sequence[Message], columns: Mapping[str, Any], column: str, location: str = "the row"
+    messages: Sequence[Message], columns: Mapping[str, Any], column: str, location: str
 ) -> list[Message]:
     """Return the messages with a demonstration in the last question: a column with text or messages of the assistant.
 
@@ -55,7 +55,7 @@ def with_demonstration(
 
 def show_demonstration(prompt: Prompt, samples: Sequence[Sample], column: str) -> list[list[Message] | None]:
     """Write prompts with a column of the data (SDFT); see `TeacherPrompt`."""
-    return [with_demonstration(prompt.messages, prompt.columns, column)] * len(samples)
+    return [with_demonstration(prompt.messages, prompt.columns, column, f"prompt {prompt.index}")] * len(samples)
 
 
 def show_right_answer(prompt: Prompt, samples: Sequence[Sample]) -> list[list[Message] | None]:
@@ -119,15 +119,12 @@ class SelfTeacher:
         write = of_set(self.writers, prompt.columns.get(DATA_SET))
         if not (write and group.finished and group.samples):
             return group
-        try:
+        with refuse_failures(f"{SETTING}: prompt {prompt.index}: the teacher's prompts failed"):
             written = write(prompt, group.samples)
             if len(written) != len(group.samples):
                 raise ValueError(f"{len(written)} for {len(group.samples)} samples")
             asked = [self.renderer.prompt(messages) if messages else () for messages in written]
             samples = tuple(self._taught(*pair, prompt) for pair in zip(group.samples, asked, strict=True))
-        except Exception as error:
-            reason = f"{type(error).__name__}: {one_line(error)}"
-            raise UserError(f"{SETTING}: prompt {prompt.index}: the teacher's prompts failed: {reason}") from error
         return replace(group, samples=samples)
 
     def _taught(self, sample: Sample, asked: tuple[int, ...], prompt: Prompt) -> Sample:

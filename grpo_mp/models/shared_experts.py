@@ -74,7 +74,7 @@ def bias_rule(hf: HfConfig) -> Rule:
 
 
 def expert_bias(layers: Sequence[int], experts: int, name: str) -> Rule:
-    """Map the expert bias of sigmoid routing. `name`: in the Hugging Face layer."""
+    """Map the expert bias of sigmoid routing. `name`: parameter name within a Hugging Face layer."""
     mcore = MCORE_LAYER + "mlp.router.expert_bias"
     return Rule(mcore, (HF_LAYER + name,), ((experts,),), layers=layers, keep_float32=True)
 

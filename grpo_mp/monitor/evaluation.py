@@ -114,7 +114,7 @@ def score_eval_set(infos: Sequence[SampleInfo], votes: Votes | None = None, too_
 
 
 def means(measured: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each name's values."""
+    """Return name -> mean, over the mappings that contain the name."""
     values = defaultdict[str, list[float]](list)
     for one in measured:
         for name, value in one.items():

@@ -140,9 +140,10 @@ def check_router_replay(config: TransformerConfig) -> None:
 
 
 def decoder_routers(chunk: nn.Module) -> list[TopKRouter]:
-    """Return the routers of a chunk's decoder layers, without those of multi-token-prediction layers.
+    """Return the routers of a chunk's decoder layers; the routers of multi-token-prediction layers are left out.
 
-    Megatron 0.19 marks the latter and numbers them from 1 again; 0.16 numbers them after the decoder's layers.
+    Megatron 0.19 sets `is_mtp_layer` in those routers and numbers them from 1. Megatron 0.16 numbers them after the
+    decoder layers.
     """
     routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
     routers = [router for router in routers if not getattr(router, "is_mtp_layer", False)]

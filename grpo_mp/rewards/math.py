@@ -185,7 +185,7 @@ def _closing_braces(text: str) -> dict[int, int]:
 def _serve() -> None:
     """Run the child: answer comparisons until the parent ends."""
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # a library must not write replies
+    os.dup2(2, 1)  # output of libraries must not be read as a reply
     for line in sys.stdin:
         request = json.loads(line)
         # The kernel ends this process a few seconds of CPU time after the limit, also without its parent.

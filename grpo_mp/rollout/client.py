@@ -57,7 +57,7 @@ class SamplingParams:
         return replace(self, seeds=self.seeds[index : index + 1])
 
     def for_part(self, *part: int | str) -> "SamplingParams":
-        """Return the parameters with separate seeds for a part of an episode, such as a turn."""
+        """Return the parameters with the seeds of one part of an episode. `part`: its name, such as a turn's number."""
         return replace(self, seeds=tuple(sampling_seed(seed, *part) for seed in self.seeds))
 
     def as_json(self, count: int) -> dict[str, Any] | list[dict[str, Any]]:

@@ -22,7 +22,7 @@ LOGGER = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 MAX_BODY = 16 * 2**20  # bytes
 INVALID = "invalid_request_error"
-Api = ModuleType  # openai_requests or anthropic_requests, which have functions of the same names
+Api = ModuleType  # openai_requests or anthropic_requests: both define the same functions
 
 
 @dataclass

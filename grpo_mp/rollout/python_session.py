@@ -25,7 +25,7 @@ def main(limit_s: float) -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
     os.dup2(printed, 1)
-    os.dup2(nowhere, 2)  # nobody reads the pipe, which would fill up
+    os.dup2(nowhere, 2)  # the pipe is not read: code that fills it would block
 
     def interrupt(*_: object) -> NoReturn:
         raise TimeoutError(f"the code took longer than {limit_s:g} s")

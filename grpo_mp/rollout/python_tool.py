@@ -39,8 +39,8 @@ class Python(BoundedTools):
             printed = self._interpreter.ask({"code": code}, self._timeout_s + INTERRUPT_S)
         except WorkerEndedError as error:
             self._interpreter = None
-            names = "the interpreter was ended, and its names are lost: the code ended or held it"
-            raise WorkerEndedError(names) from error
+            message = "the interpreter was ended, and its names are lost: the code ended or held it"
+            raise WorkerEndedError(message) from error
         return str(printed).rstrip("\n")
 
 

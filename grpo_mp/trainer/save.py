@@ -248,7 +248,10 @@ def _on_host(
     bucket_bytes: int | None,
     parallel: Parallel,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Return copies on the host of the full tensors that this rank reads, made on access, round by round."""
+    """Return an iterator over (name, host copy) of the full tensors that this rank reads.
+
+    It exchanges one round of shards at a time.
+    """
     per_node = parallel.job.ranks_per_node
     rounds = plan_rounds(
         wire, shards, readers=readers, bucket_bytes=bucket_bytes, group=parallel.cpu_group, ranks_per_node=per_node

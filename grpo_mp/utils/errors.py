@@ -41,7 +41,10 @@ class EarlyStopError(UserError):
 
 @contextmanager
 def refuse_failures(what: str, kinds: tuple[type[BaseException], ...] = (Exception,)) -> Iterator[None]:
-    """Convert other errors of the body than UserError to a UserError: "WHAT: TypeError: message"."""
+    """Convert an error of the body to a UserError "WHAT: TypeError: message"; re-raise a UserError unchanged.
+
+    `kinds`: the classes of errors to convert.
+    """
     try:
         yield
     except UserError:

@@ -17,9 +17,9 @@ class WorkerEndedError(Exception):
 
 
 class JsonWorker:
-    """A child process that answers requests one at a time until its stdin is closed. Thread-safe.
+    """A child process that answers one request at a time until its stdin is closed. Thread-safe.
 
-    Each request is a line of JSON on its stdin, each reply a line of JSON on its stdout with `value` or `error`.
+    A request is one line of JSON on stdin. A reply is one line of JSON on stdout: an object with `value` or `error`.
     """
 
     ended_error: type[WorkerEndedError] = WorkerEndedError
@@ -27,7 +27,7 @@ class JsonWorker:
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         """Wrap a running process whose stdin and stdout are pipes.
 
-        Only `end` reads a pipe as stderr, so the process must write less there than a pipe holds (64 KiB).
+        If stderr is a pipe, it is read only by `end`: the process must write at most 64 KiB to it, or it blocks.
         """
         self.process = process
         self._lock = threading.Lock()
@@ -42,7 +42,7 @@ class JsonWorker:
                 self.process.stdin.write(json.dumps(request).encode() + b"\n")  # type: ignore[union-attr]
                 self.process.stdin.flush()  # type: ignore[union-attr]
                 reply = dict(json.loads(self._read_line(time.monotonic() + limit_s)))
-            except (BrokenPipeError, ValueError, TypeError):  # ended, or wrote what is no reply
+            except (BrokenPipeError, ValueError, TypeError):  # the process has ended, or its line is not a JSON object
                 reply = {}
         if "error" in reply:
             raise OSError(reply["error"])
@@ -51,7 +51,7 @@ class JsonWorker:
         return reply["value"]
 
     def end(self) -> str:
-        """Kill the process and return its stderr; a further call has no effect."""
+        """Kill the process and return its stderr; return "" if the process was ended before."""
         self.process.kill()
         try:
             _, stderr = self.process.communicate()

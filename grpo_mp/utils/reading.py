@@ -114,7 +114,7 @@ def parse_json(text: str | bytes, where: str, remedy: str = "correct it, or copy
 
 
 def json_object(text: str | bytes) -> dict[str, Any] | None:
-    """Return the object that a JSON text is; None for all other texts."""
+    """Parse a text as a JSON object; return None if the text is anything else."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -6,13 +6,13 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def split_by_size(items: Iterable[T], size_of: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Yield the items, in order, in lists of a total size of at most `most`, or of a single larger item."""
+def split_by_size(items: Iterable[T], size_of: Callable[[T], int], max_size: int) -> Iterator[list[T]]:
+    """Yield lists of consecutive items with a total size of at most `max_size`; a larger item gets its own list."""
     part = list[T]()
     total = 0
     for item in items:
         size = size_of(item)
-        if part and total + size > most:
+        if part and total + size > max_size:
             yield part
             part = []
             total = 0

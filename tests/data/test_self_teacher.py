@@ -128,7 +128,10 @@ def test_what_is_refused() -> None:
     group = group_of(("3", False), ("2", True))
     for teacher, sentence in (
         (f"self:{__file__}:one_too_few", "prompt 7: the teacher's prompts failed: ValueError: 1 for 2 samples"),
-        ("self:solution", "prompt 7: .* the row: no column solution, which .*teacher.path=self:solution shows"),
+        (
+            "self:solution",
+            "^prompt 7: no column solution, which algorithm.distillation.teacher.path=self:solution shows",
+        ),
         (f"self:{__file__}:tokens_of", "as teacher's prompt it is called with \\(prompt, samples\\)"),
         (f"self:{__file__}:shown", "has no shown \\(did you mean show"),
     ):
