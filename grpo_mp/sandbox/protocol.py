@@ -4,15 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from grpo_mp.utils.json_worker import WorkerEndedError
-
 
 class SandboxError(Exception):
     """A sandbox cannot be started or reached."""
-
-
-class SandboxEndedError(SandboxError, WorkerEndedError):
-    """A sandbox ended before it was stopped, for example because a program killed its processes."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +33,8 @@ class Outcome:
 class Sandbox(Protocol):
     """A folder and processes. A class of your own is called as `Class(limits)`, which starts a sandbox.
 
-    Methods are called from one thread at a time. They raise SandboxError if the sandbox fails.
+    Methods are called from one thread at a time. They raise SandboxError if the sandbox fails, WorkerEndedError
+    if a program has ended it.
     """
 
     def exec(self, command: Sequence[str], stdin: str = "", timeout_s: float = 60.0) -> Outcome:

@@ -12,9 +12,9 @@ from typing import Any, cast
 import httpx
 
 from grpo_mp.sandbox.commands import isolate
-from grpo_mp.sandbox.protocol import Limits, Outcome, Sandbox, SandboxEndedError, SandboxError
+from grpo_mp.sandbox.protocol import Limits, Outcome, Sandbox, SandboxError
 from grpo_mp.utils.errors import UserError
-from grpo_mp.utils.json_worker import JsonWorker
+from grpo_mp.utils.json_worker import JsonWorker, WorkerEndedError
 from grpo_mp.utils.user_code import load_attribute
 
 PARALLEL = 4  # programs that run at one time on one rank: each may use a core
@@ -29,8 +29,6 @@ REMEDY = "install bubblewrap and allow user namespaces, or name another sandbox,
 
 class LocalSandbox(JsonWorker):
     """A sandbox whose agent.py is a child of this process. All its processes end with the agent."""
-
-    ended_error = SandboxEndedError
 
     def __init__(self, process: "subprocess.Popen[bytes]", limits: Limits) -> None:
         super().__init__(process)
@@ -81,7 +79,7 @@ class Sandboxes:
         try:
             sandbox.write("main.py", program.encode(errors="replace"))
             return sandbox.exec(["python3", "-I", "-B", "main.py"], stdin, timeout_s)
-        except SandboxEndedError:  # the program ended it
+        except WorkerEndedError:  # the program ended it
             return Outcome(None, "")
         finally:
             sandbox.stop()
@@ -94,7 +92,7 @@ class Sandboxes:
         local = LocalSandbox(self.popen(AGENT, str(self._limits.file_bytes)), self._limits)
         try:
             local.exec(["true"])
-        except SandboxEndedError as error:
+        except WorkerEndedError as error:
             raise SandboxError(str(error)) from error
         return local
 

@@ -22,8 +22,6 @@ class JsonWorker:
     A request is one line of JSON on stdin. A reply is one line of JSON on stdout: an object with `value` or `error`.
     """
 
-    ended_error: type[WorkerEndedError] = WorkerEndedError
-
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         """Wrap a running process whose stdin and stdout are pipes.
 
@@ -47,7 +45,7 @@ class JsonWorker:
         if "error" in reply:
             raise OSError(reply["error"])
         if "value" not in reply:
-            raise self.ended_error(one_line(self.end()) or "the process does not answer")
+            raise WorkerEndedError(one_line(self.end()) or "the process does not answer")
         return reply["value"]
 
     def end(self) -> str:

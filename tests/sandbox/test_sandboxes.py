@@ -18,6 +18,7 @@ import pytest
 from grpo_mp.sandbox.protocol import Limits, Outcome, SandboxError
 from grpo_mp.sandbox.sandboxes import Sandboxes
 from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.json_worker import WorkerEndedError
 
 LEAVES_A_PROCESS = """
 import ctypes, os, sys, time
@@ -160,7 +161,7 @@ def test_commands_and_files_of_one_sandbox(sandboxes: Sandboxes) -> None:
             sandbox.read("missing.txt")
     finally:
         sandbox.stop()
-    with pytest.raises(SandboxError):
+    with pytest.raises(WorkerEndedError):
         sandbox.exec(["true"])
 
 
