@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from grpo_mp.data.template import set_template_date, template_date
+from grpo_mp.data.template_date import set_template_date, template_date
 from grpo_mp.platform import prepare
 from grpo_mp.utils.errors import UserError
 from tools.tiny.arithmetic import make_problems, vocabulary_words, write_jsonl

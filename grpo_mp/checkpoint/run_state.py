@@ -10,8 +10,9 @@ from pathlib import Path
 
 from pydantic import ConfigDict, TypeAdapter
 
-from grpo_mp.checkpoint.settings_changes import describe_changes, settings_changes, write_date
+from grpo_mp.checkpoint.settings_changes import describe_changes, settings_changes
 from grpo_mp.data.cursor import Cursor
+from grpo_mp.data.template_date import write_date
 from grpo_mp.utils.errors import UserError, one_line
 from grpo_mp.utils.files import remove_incomplete, sync_to_disk, write_atomically, write_json
 from grpo_mp.utils.reading import parse_yaml, read_json, read_yaml, refuse_unreadable

@@ -1,21 +1,15 @@
-"""Find the settings that differ between a run and an attempt to resume it, and keep the date of its first start."""
+"""Find the settings that differ between a run and an attempt to resume it."""
 
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import date
-from pathlib import Path
 from typing import Any
 
 from grpo_mp.config import Settings, SftSettings
 from grpo_mp.config.settings import default_value
-from grpo_mp.data.template import set_template_date, template_date
-from grpo_mp.utils.files import write_json
-from grpo_mp.utils.reading import read_json
 from grpo_mp.utils.redact import without_secrets
 
-INPUTS = "inputs.json"  # file with the date that chat templates insert into prompts
 # Settings that may change at a resume: length of the run, files it writes, layout and engines, learning rate, time
 # limits, evaluation.
 CHANGEABLE = re.compile(
@@ -62,18 +56,6 @@ def describe_changes(old: Any, new: Any) -> list[str]:
     """Return a sentence for each changed setting, with secrets removed."""
     changes = settings_changes(without_secrets(old), without_secrets(new))
     return [f"resume: {change.name} {_shown(change.before)} -> {_shown(change.now)}" for change in changes]
-
-
-def use_template_date(run_folder: Path) -> None:
-    """Set the date that chat templates insert to the date of the run's first start, if any."""
-    if (run_folder / INPUTS).exists():
-        set_template_date(date.fromisoformat(read_json(run_folder / INPUTS)["date"]))
-
-
-def write_date(run_folder: Path) -> None:
-    """Record the date of the run's first start."""
-    if not (run_folder / INPUTS).exists():
-        write_json(run_folder / INPUTS, {"date": template_date().isoformat()})
 
 
 def _shown(value: Any) -> str:

@@ -13,19 +13,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor, LocalShardsContainer
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 
+from grpo_mp import platform
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param, unfuse
 from grpo_mp.utils.errors import UserError
+
+platform.prepare()  # makes Megatron importable without a GPU
+
+from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config  # noqa: E402
+from megatron.core.dist_checkpointing.strategies.checkpointable import (  # noqa: E402
+    CheckpointableShardedTensor,
+    LocalShardsContainer,
+)
 
 COMMON = "common.pt"
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")

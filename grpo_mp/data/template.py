@@ -5,7 +5,6 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import date, datetime, time
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -14,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.data import harmony
 from grpo_mp.data.rows import without_nulls
+from grpo_mp.data.template_date import strftime_now
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.files import encodable
 from grpo_mp.utils.reading import json_object, shorten
@@ -193,24 +193,6 @@ def answer_texts(tokenizer: PreTrainedTokenizerBase, answers: Sequence[Sequence[
     special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     marks = re.compile("|".join(map(re.escape, special)))
     return [marks.sub("", harmony.plain_text(text)) for text in texts]
-
-
-_today = [date.today()]  # one item, which set_template_date replaces
-
-
-def template_date() -> date:
-    """Return the date that chat templates write: by default, the date on which this process started."""
-    return _today[0]
-
-
-def set_template_date(day: date) -> None:
-    """Set the date that chat templates write."""
-    _today[0] = day
-
-
-def strftime_now(pattern: str) -> str:
-    """Format the date of the run; chat templates call this function by name for the current time."""
-    return datetime.combine(template_date(), time()).strftime(pattern)
 
 
 def render_template(

@@ -9,10 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
+from grpo_mp import platform
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import PIPELINE
+
+platform.prepare()  # makes Megatron importable without a GPU
+
+from megatron.core import parallel_state  # noqa: E402
 
 FIRST_NCCL = (2, 29, 7)  # first version with ncclCommSuspend
 

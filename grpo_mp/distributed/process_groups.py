@@ -9,13 +9,16 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
 from torch.distributed import distributed_c10d
 
 from grpo_mp import platform
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import RankCoordinates, coordinates, data_parallel_size, model_parallel_ranks
 from grpo_mp.distributed.rendezvous import rendezvous
+
+platform.prepare()  # makes Megatron importable without a GPU
+
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 
 Value = TypeVar("Value")
 # Phases of training ranks that engine ranks wait for in one collective: LOGPROB, TRAIN (policy, critic), SAVE, SYNC.

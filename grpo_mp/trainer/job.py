@@ -9,7 +9,7 @@ from grpo_mp.checkpoint.run_lock import run_lock
 from grpo_mp.checkpoint.run_state import TrainState, check_run_folder, claim_run_folder, read_manifest, set_aside
 from grpo_mp.config import TrainerSettings
 from grpo_mp.config.sections import RunConfig
-from grpo_mp.data.template import set_template_date, template_date
+from grpo_mp.data.template_date import set_template_date, template_date
 from grpo_mp.distributed.process_groups import Job, Parallel, broadcast, join_job, stop_parallel
 from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.rank_dump import RankDumper

@@ -17,7 +17,6 @@ from grpo_mp.algorithms.policy_losses import PolicyLoss
 from grpo_mp.algorithms.selection import Curriculum, GroupFilter, load_curriculum, load_group_filter
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.checkpoint.run_state import FINAL, check_run_folder, saved_step
-from grpo_mp.checkpoint.settings_changes import use_template_date
 from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.config.sections import (
     EngineConfig,
@@ -30,6 +29,7 @@ from grpo_mp.config.sections import (
 )
 from grpo_mp.data.prompts import PromptReader, PromptSet, load_eval_prompts, load_train_prompts
 from grpo_mp.data.sets import DataSet, Item, overlap_warnings
+from grpo_mp.data.template_date import use_template_date
 from grpo_mp.distributed.coordinates import tp_size
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.models.families import family_of

@@ -28,8 +28,8 @@ from grpo_mp.checkpoint.run_state import (
     read_manifest,
     write_manifest,
 )
-from grpo_mp.checkpoint.settings_changes import INPUTS
 from grpo_mp.data.cursor import Cursor
+from grpo_mp.data.template_date import INPUTS
 from grpo_mp.utils.errors import UserError
 
 RESOLVED = "run:\n  steps: 10\n  save_every: 2\n  resume: auto\noptimizer:\n  lr: 1.0e-06\n"

@@ -10,8 +10,7 @@ import pytest
 import yaml
 
 from grpo_mp.checkpoint.run_state import ROLLOUTS, check_run_folder, claim_run_folder
-from grpo_mp.checkpoint.settings_changes import INPUTS, use_template_date
-from grpo_mp.data.template import set_template_date, strftime_now, template_date
+from grpo_mp.data.template_date import INPUTS, set_template_date, strftime_now, template_date, use_template_date
 from grpo_mp.utils.errors import UserError
 
 

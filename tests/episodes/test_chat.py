@@ -20,7 +20,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from grpo_mp.config.sections import EpisodeLimits
-from grpo_mp.data.template import MARK, ChatRenderer, set_template_date
+from grpo_mp.data.template import MARK, ChatRenderer
+from grpo_mp.data.template_date import set_template_date
 from grpo_mp.rollout.client import SamplingParams
 from grpo_mp.rollout.episode_policy import EpisodeContext, EpisodePolicy, EpisodeWatch
 from grpo_mp.rollout.protocol import Episode

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from grpo_mp.data import harmony
-from grpo_mp.data.template import as_template_reads, set_template_date
+from grpo_mp.data.template import as_template_reads
+from grpo_mp.data.template_date import set_template_date
 from grpo_mp.rollout.client import EngineOutput, SamplingParams
 from tests.episodes.test_chat import make_renderer
 
