@@ -68,6 +68,7 @@ def test_mistakes_are_one_sentence(arguments: list[str], sentence: str, capsys: 
         ["train", "--help"],
         ["plan", "--help"],
         ["launch", "none.yaml"],
+        ["report", "none"],
     ],
     ids=" ".join,
 )
