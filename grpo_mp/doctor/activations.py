@@ -6,7 +6,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from grpo_mp import platform
+from grpo_mp.distributed.layout import model_shape
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.policy.forward import sequence_logits
 from grpo_mp.policy.load_models import policy_tensors, transformers_model
 from grpo_mp.rollout.client import EngineClient
-from grpo_mp.rollout.engine_args import FP32_HEAD, EngineSpec
+from grpo_mp.rollout.engine_args import FP32_HEAD, RETURN_KEYS, EngineSpec
 from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.utils.errors import UserError
 
@@ -37,6 +38,9 @@ class Activations:
     points: Mapping[str, Tensor]  # float32 [N, hidden]; see `attention_point` and `layer_point`
     experts: Mapping[int, Tensor]  # by layer from 0: chosen experts [N, top-k], sorted
     logprobs: Tensor  # float32 [N - sequences]: of all tokens except the first of each sequence
+    # By layer with an indexer: chosen keys, bool [queries, length]. The queries have more keys than an indexer chooses;
+    # the last of a sequence is not among them.
+    keys: Mapping[int, Tensor] = field(default_factory=dict)
 
 
 def attention_point(layer: int) -> str:
@@ -55,6 +59,7 @@ class _Recorder:
     def __init__(self) -> None:
         self.points: dict[str, list[Tensor]] = defaultdict(list)
         self.experts: dict[int, list[Tensor]] = defaultdict(list)
+        self.keys: dict[int, list[Tensor]] = defaultdict(list)
 
     def add(self, point: str, value: Tensor) -> None:
         self.points[point].append(value.detach().float().cpu().reshape(-1, value.shape[-1]).clone())
@@ -62,9 +67,18 @@ class _Recorder:
     def add_experts(self, layer: int, chosen: Tensor) -> None:
         self.experts[layer].append(chosen.detach().cpu().long().sort(-1).values)
 
+    def add_keys(self, layer: int, chosen: Tensor, length: int) -> None:
+        """Add the positions that the queries of one sequence chose, [queries, top-k]."""
+        positions = chosen[chosen.shape[-1] : length - 1].detach().cpu().long()
+        if len(positions):
+            self.keys[layer].append(torch.zeros(len(positions), length, dtype=torch.bool).scatter_(1, positions, True))
+
     def activations(self, logprobs: Sequence[Tensor]) -> Activations:
         points = {name: torch.cat(values) for name, values in self.points.items()}
-        return Activations(points, {k: torch.cat(v) for k, v in self.experts.items()}, torch.cat([*logprobs]))
+        experts, keys = (
+            {layer: torch.cat(values) for layer, values in chosen.items()} for chosen in (self.experts, self.keys)
+        )
+        return Activations(points, experts, torch.cat([*logprobs]), keys)
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -85,6 +99,9 @@ def run_transformers(folder: Path, tokens: Tensor, dtype: torch.dtype) -> Activa
         r"model\.layers\.(\d+)": lambda layer, module: _after(module, recorder, layer_point(layer)),
         r"model\.layers\.(\d+)\.mlp\.experts": lambda layer, module: module.register_forward_pre_hook(
             lambda _, arguments: recorder.add_experts(layer, arguments[1])
+        ),
+        r"model\.layers\.(\d+)\.self_attn\.indexer": lambda layer, module: module.register_forward_hook(
+            lambda _, __, chosen: recorder.add_keys(layer, chosen[0], tokens.shape[1])
         ),
     }
     _tap(model, taps)
@@ -107,6 +124,9 @@ def run_policy(folder: Path, tokens: Tensor, dtype: str) -> Activations:
         r"(?:.*\.)?decoder\.layers\.(\d+)\.mlp\.router": lambda layer, module: module.register_forward_hook(
             lambda _, __, output: recorder.add_experts(layer, _experts_of_map(output[1]))
         ),
+        r"(?:.*\.)?decoder\.layers\.(\d+)\.self_attention\.core_attention": lambda layer, module: _add_keys(
+            module, recorder, layer
+        ),
     }
     with policy_tensors(folder, dtype) as (model, _):
         _tap(model, taps)
@@ -118,11 +138,21 @@ def run_engine(folder: Path, tokens: Tensor, dtype: str) -> Activations:
     """Compute the activations for `tokens` [sequences, length] in an SGLang server that dumps its modules' outputs."""
     recorder = _Recorder()
     logprobs = []
-    layers = HfConfig.read(folder).int("num_hidden_layers")
-    with tempfile.TemporaryDirectory() as scratch, _engine(folder, dtype, tokens.shape[1], Path(scratch)) as ask:
+    shape = model_shape(HfConfig.read(folder))
+    layers = shape.num_layers
+    indexed = sorted(shape.indexer.layers) if shape.indexer and shape.indexer.topk < tokens.shape[1] - 1 else []
+    arguments = {RETURN_KEYS: True} if indexed else {}
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        _engine(folder, dtype, tokens.shape[1], Path(scratch), arguments) as ask,
+    ):
         for row in tokens.tolist():
             (scores,) = ask(partial(EngineClient.score, token_lists=[row]))
             logprobs.append(torch.tensor(scores))
+            if indexed:
+                chosen = torch.from_numpy(ask(partial(EngineClient.chosen_keys, tokens=row, layers=layers)).copy())
+                for layer in indexed:
+                    recorder.add_keys(layer, chosen[:, layer], len(row))
         passes = {}
         for file in sorted(Path(scratch, "dump").glob("*/Pass*.pt")):
             values = torch.load(file, map_location="cpu", weights_only=True)
@@ -147,10 +177,13 @@ def _record_dump(recorder: _Recorder, values: Mapping[str, Any], layers: int) ->
 
 
 @contextmanager
-def _engine(folder: Path, dtype: str, length: int, scratch: Path) -> Iterator[Callable[[Question], Any]]:
+def _engine(
+    folder: Path, dtype: str, length: int, scratch: Path, more_arguments: Mapping[str, Any]
+) -> Iterator[Callable[[Question], Any]]:
     """Start an SGLang server of a model folder; yield a function that sends it a request."""
     dump = str(scratch / "dump")
     arguments = {"debug_tensor_dump_output_folder": dump, "disable_radix_cache": True, FP32_HEAD: True}
+    arguments |= more_arguments
     spec = EngineSpec(
         0, 0, model=folder.resolve(), dtype=dtype, context_tokens=length + 1, cpu=not platform.on_cuda(), args=arguments
     )
@@ -189,6 +222,19 @@ def _before(module: nn.Module, recorder: _Recorder, point: str) -> None:
         recorder.add(point, arguments[0])
 
     module.register_forward_pre_hook(hook)
+
+
+def _add_keys(attention: Any, recorder: _Recorder, layer: int) -> None:
+    """Record the keys that a Megatron attention's indexer chooses, which Megatron stores for layers that share them."""
+    if getattr(attention, "indexer", None) is None:
+        return
+    attention.index_share = True
+
+    def hook(_: nn.Module, __: Any, arguments: Mapping[str, Any], output: Tensor) -> None:
+        shared = attention._get_index_share_topk_holder(arguments["packed_seq_params"])
+        recorder.add_keys(layer, shared[attention.layer_number][0], len(output))
+
+    attention.register_forward_hook(hook, with_kwargs=True)
 
 
 def _experts_of_map(routing_map: Tensor) -> Tensor:

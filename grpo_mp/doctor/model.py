@@ -1,12 +1,14 @@
 """Find the layer at which the policy or the engine begins to differ from transformers on the same tokens."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from grpo_mp.distributed.layout import ModelShape, model_shape
 from grpo_mp.doctor.activations import (
     EMBEDDING,
     OUTPUT,
@@ -24,7 +26,8 @@ from grpo_mp.utils.findings import Finding, Level
 FLOAT32_TOLERANCE = 1e-4  # relative error at a point; another order of summation causes less
 LOW_PRECISION_FACTOR = 4.0  # allowed error, as a multiple of the error of transformers in the same precision
 LOW_PRECISION_FLOOR = 0.02  # relative errors below this value are normal for bfloat16; an eighth of it for float16
-# Allowed share of rerouted tokens: expert scores may almost tie
+TRANSFORMERS = "transformers"
+# Allowed share of rerouted tokens, and of other keys: scores may almost tie
 FLOAT32_REROUTED = 0.01
 LOW_PRECISION_REROUTED = 0.1
 
@@ -62,17 +65,60 @@ class PointError:
 
 def compare_models(folder: Path, tokens: Tensor, dtype: str, without: Collection[str] = ()) -> list[Finding]:
     """Compare policy and engine with transformers on `tokens` [sequences, length]. `without`: names to skip."""
-    layers = HfConfig.read(folder).int("num_hidden_layers")
+    hf = HfConfig.read(folder)
+    layers = hf.int("num_hidden_layers")
     reference = run_transformers(folder, tokens, torch.float32)
     same = None if dtype == "float32" else run_transformers(folder, tokens, getattr(torch, dtype))
     floor = LOW_PRECISION_FLOOR * UNIT_ROUNDOFF[dtype] / UNIT_ROUNDOFF["bfloat16"]
     runs = {"policy": run_policy, "engine": run_engine}
+    found = {name: run(folder, tokens, dtype) for name, run in runs.items() if name not in without}
     return [
-        finding
-        for name, run in runs.items()
-        if name not in without
-        for finding in diagnose_model(name, run(folder, tokens, dtype), reference, same, layers=layers, floor=floor)
+        *(
+            finding
+            for name, model in found.items()
+            for finding in diagnose_model(name, model, reference, same, layers=layers, floor=floor)
+        ),
+        *compare_keys(found | {TRANSFORMERS: same or reference}, reference, model_shape(hf), tokens.shape[1]),
     ]
+
+
+def compare_keys(
+    models: Mapping[str, Activations], reference: Activations, shape: ModelShape, length: int
+) -> list[Finding]:
+    """Return a finding with the share of equal keys that indexers choose in each two models; [] without indexers.
+
+    `models`: by name, transformers in the same precision last; `reference`: transformers in float32; `length`: of a
+    sequence.
+    """
+    if not shape.indexer:
+        return []
+    if length - 1 <= shape.indexer.topk:
+        sentence = f"indexers choose all keys of {length} tokens: to compare them, set --length above "
+        return [Finding(Level.OK, f"{sentence}{shape.indexer.topk + 1}")]
+    layers = sorted(reference.keys)
+    own = min(equal_keys(models[TRANSFORMERS].keys[layer], reference.keys[layer]) for layer in layers)
+    tolerance = FLOAT32_REROUTED
+    if models[TRANSFORMERS] is not reference:
+        tolerance = max(LOW_PRECISION_REROUTED, LOW_PRECISION_FACTOR * (1 - own))
+    shares = {
+        f"{one} and {other}": [equal_keys(models[one].keys[layer], models[other].keys[layer]) for layer in layers]
+        for one, other in combinations(models, 2)
+    }
+    lines = [
+        f"layer {layer}: " + ", ".join(f"{names} {of_pair[number]:.2%}" for names, of_pair in shares.items())
+        for number, layer in enumerate(layers)
+    ]
+    least = ", ".join(f"{names} {min(of_pair):.2%}" for names, of_pair in shares.items())
+    sentence = f"equal keys of indexers in the layer with the fewest: {least}"
+    if min(map(min, shares.values())) >= 1 - tolerance:
+        return [Finding(Level.OK, sentence, lines)]
+    advice = "compare the weights of indexers and their rope settings; engines on GPUs store an indexer's keys in FP8"
+    return [Finding(Level.WARNING, sentence, lines, advice)]
+
+
+def equal_keys(one: Tensor, other: Tensor) -> float:
+    """Return the share of the keys of `one` that `other` chooses, too; bool [queries, length] each."""
+    return float((one & other).sum() / one.sum())
 
 
 def relative_error(values: Tensor, reference: Tensor) -> float:

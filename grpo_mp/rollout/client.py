@@ -1,6 +1,7 @@
 """HTTP client of one SGLang server: generation, weight updates, memory and health."""
 
 import asyncio
+import base64
 import hashlib
 import logging
 import math
@@ -11,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
+import numpy as np
+import numpy.typing as npt
 
 from grpo_mp.config.sections import PauseMode
 from grpo_mp.config.truncation import MAX_KEPT, TopP, truncation_of
@@ -234,6 +237,19 @@ class EngineClient:
         }
         reply = await self._call("POST", "/generate", body)
         return [[entry[0] for entry in output["meta_info"]["input_token_logprobs"][1:]] for output in reply]
+
+    async def chosen_keys(self, tokens: Sequence[int], layers: int) -> npt.NDArray[np.int32]:
+        """Return the positions that each token but the last attends to, [T - 1, layers, top-k]; -1: no key left.
+
+        The engine needs the argument `enable_return_indexer_topk`. `layers`: of the whole decoder; one without an
+        indexer repeats the choice of the last layer before it that has one.
+        """
+        sampling = {"max_new_tokens": 0, "temperature": 1.0}
+        body = {"input_ids": list(tokens), "sampling_params": sampling, "return_indexer_topk": True}
+        meta = (await self._call("POST", "/generate", body))["meta_info"]
+        if not meta.get("indexer_topk"):
+            raise self._error("/generate", "returned no keys that an indexer has chosen")
+        return np.frombuffer(base64.b64decode(meta["indexer_topk"]), np.int32).reshape(len(tokens) - 1, layers, -1)
 
     async def decode(
         self, token_lists: Sequence[Sequence[int]], count: int, replica: int | None = None

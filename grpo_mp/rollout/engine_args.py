@@ -27,6 +27,7 @@ DP_ATTENTION_PORTS = 14  # data-parallel attention uses the rendezvous port p, p
 SPARSE_BACKEND = "dsa"
 FP32_HEAD = "enable_fp32_lm_head"
 CONTEXT_SLACK_TOKENS = 8  # SGLang reserves a few positions of the context
+RETURN_KEYS = "enable_return_indexer_topk"
 STATES_PER_REQUEST = 4  # of gated delta nets: up to three of a running request, and one in the prefix cache
 
 # Arguments that users cannot set, with the setting to use instead, if any.
@@ -214,6 +215,8 @@ def engine_environment(
         **({"SGLANG_DISABLED_MODEL_ARCHS": ",".join(unused)} if unused else {}),
         **({} if spec.cpu else CUDA_ENVIRONMENT_DEFAULTS),
         **inherited,
+        # By default the kernels that choose keys return slots of the KV cache and not positions.
+        **({"SGLANG_DSA_FUSE_TOPK": "false"} if arguments.get(RETURN_KEYS) else {}),
         ARGUMENTS: json.dumps(arguments),
         ENGINE_SCRATCH: scratch,
         "TMPDIR": scratch,

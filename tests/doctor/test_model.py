@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from grpo_mp.cli.main import main
+from grpo_mp.distributed.layout import model_shape
 from grpo_mp.doctor.activations import (
     EMBEDDING,
     OUTPUT,
@@ -19,16 +20,16 @@ from grpo_mp.doctor.activations import (
     run_policy,
     run_transformers,
 )
-from grpo_mp.doctor.model import diagnose_model, point_errors, random_tokens
+from grpo_mp.doctor.model import compare_keys, diagnose_model, point_errors, random_tokens
 from grpo_mp.models.families import FAMILIES
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.utils.findings import Level
-from tests.sparse_attention import marked
+from tests.sparse_attention import SPARSE, marked
 from tools.tiny.models import make_tiny, make_tokenizer
 
 LAYERS = 3
 POINTS = [EMBEDDING, *(point(layer) for layer in range(LAYERS) for point in (attention_point, layer_point))]
-IN_ENGINES = ("deepseek_v3", "glm4_moe", "kimi_k2", "qwen3_moe")
+IN_ENGINES = ("deepseek_v3", "glm4_moe", "glm_moe_dsa", "kimi_k2", "qwen3_moe")
 MakeModel = Callable[[str], Path]
 
 
@@ -113,6 +114,29 @@ def test_a_value_that_is_not_finite_is_an_error(make_model: MakeModel) -> None:
     assert diagnose_model("engine", no_logprobs, reference, None, LAYERS)[0].level is Level.ERROR
 
 
+@pytest.mark.parametrize("family", marked(SPARSE))
+def test_keys_of_indexers_are_compared(family: str, make_model: MakeModel, tmp_path: Path) -> None:
+    """A query of 22 with 16 or fewer keys has no choice, and the last of a sequence is not compared."""
+    folder = make_model(family)
+    tokens = tokens_of(folder)
+    shape = model_shape(HfConfig.read(folder))
+    reference = run_transformers(folder, tokens, torch.float32)
+    changed = with_changed(folder, tmp_path / "changed", "model.layers.2.self_attn.indexer.weights_proj.weight", -1.0)
+    policies = [run_policy(each, tokens, "float32") for each in (folder, changed)]
+    indexed = [0, 2] if family == "glm_moe_dsa" else [0, 1, 2]
+    assert {layer: keys.shape for layer, keys in policies[0].keys.items()} == dict.fromkeys(indexed, (2 * 7, 24))
+    assert {int(count) for keys in policies[0].keys.values() for count in keys.sum(1)} == {16}
+    equal, other = (
+        compare_keys({"policy": policy, "transformers": reference}, reference, shape, 24)[0] for policy in policies
+    )
+    assert equal.level is Level.OK
+    assert equal.evidence == [f"layer {layer}: policy and transformers 100.00%" for layer in indexed]
+    assert other.level is Level.WARNING
+    assert other.evidence[:-1] == equal.evidence[:-1]
+    (short,) = compare_keys({}, reference, shape, 17)
+    assert short.sentence.endswith("--length above 17")
+
+
 @pytest.mark.slow
 def test_an_engine_with_a_wrong_weight_parts_where_it_is(make_model: MakeModel, tmp_path: Path) -> None:
     """In bfloat16."""
@@ -128,7 +152,7 @@ def test_an_engine_with_a_wrong_weight_parts_where_it_is(make_model: MakeModel, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", IN_ENGINES)
+@pytest.mark.parametrize("family", marked(IN_ENGINES))
 def test_policy_and_engine_agree_with_transformers(
     family: str, make_model: MakeModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,6 +161,7 @@ def test_policy_and_engine_agree_with_transformers(
     assert "ok: the policy computes what transformers does" in said
     assert "ok: the engine computes what transformers does" in said
     assert said.count("layer 2, after its MLP") == 2
+    assert said.count("policy and engine 100.00%") == (3 if family in SPARSE else 0)
 
 
 @pytest.mark.parametrize(
