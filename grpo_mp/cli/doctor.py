@@ -28,7 +28,8 @@ MODEL = """Find where policy and engine part from transformers on the same token
 
 Runs a Hugging Face folder in transformers in float32, then in the policy's Megatron model and in an SGLang server in
 --dtype, each alone on this machine's first GPU or on its CPU, and compares the residual stream after each attention
-and each MLP, the chosen experts, the keys that indexers choose, and the logprobs. The measure is what transformers itself loses in --dtype.
+and each MLP, the chosen experts, the keys that indexers choose, and the logprobs. The measure is what transformers
+itself loses in --dtype.
 """
 
 

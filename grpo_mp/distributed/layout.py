@@ -109,6 +109,11 @@ class ModelShape:
         return self.window_layers, self.window_tokens
 
     @property
+    def shares_keys(self) -> bool:
+        """Return whether some layers attend to the keys that another layer's indexer chose."""
+        return self.indexer is not None and len(self.indexer.layers) < self.num_layers
+
+    @property
     def attention_width(self) -> int:
         """Return the elements of a key and a value together in one head; sparse attention multiplies latents."""
         return 2 * self.mla_cache_dim if self.indexer else self.qk_head_dim + self.v_head_dim

@@ -39,13 +39,31 @@ def activation_bytes(job: PlannedJob, stage: int, head: float) -> float:
     else:
         kept = sum(layer.saved for layer in layers) + len(layers) * _quantized_weight_bytes(job, stage)
         working = max((layer.backward - layer.saved for layer in layers), default=0.0)
+    kept += _shared_key_bytes(job, stage)
     return kept * _microbatches_in_flight(job, stage) + max(0.0, working - head)
 
 
 def forward_bytes(job: PlannedJob, stage: int) -> float:
     """Return the peak activation memory of a forward pass without gradients: that of the largest layer."""
     peaks = (layer_bytes(job, layer).forward for layer in job.stage_layers[stage])
-    return max(peaks, default=0.0) + _quantized_weight_bytes(job, stage, copies=1)
+    return max(peaks, default=0.0) + _quantized_weight_bytes(job, stage, copies=1) + _shared_key_bytes(job, stage)
+
+
+def _shared_key_bytes(job: PlannedJob, stage: int) -> float:
+    """Return the bytes of the keys that a stage's indexers chose in a micro-batch, if other layers share them; else 0.
+
+    Megatron's DSAttention stores them with the micro-batch until its backward pass, whatever is recomputed.
+    """
+    indexer = job.model.indexer
+    if indexer is None or not job.model.shares_keys:
+        return 0.0
+    tokens = job.microbatch_tokens / job.settings.layout.context
+    return tokens * len(indexer.layers.intersection(job.stage_layers[stage])) * indexer.topk * _key_id_bytes(job)
+
+
+def _key_id_bytes(job: PlannedJob) -> int:
+    """Return the bytes of the position of a chosen key: Megatron's kernels return int32, and torch.topk int64."""
+    return 8 if job.settings.training.megatron_args.get("dsa_kernel_backend") == "none" else 4
 
 
 def logits_bytes(job: PlannedJob, stage: int, backward: bool) -> float:
@@ -124,9 +142,10 @@ def _attention_elements(job: PlannedJob, layer: int) -> float:
         # Projections, convolution, normed queries and keys of each value head, output before and after its gate.
         return (2 * linear.channels + 2 * linear.value_heads * linear.key_dim + 4 * values) / tensor
     if model.indexer:
-        # Of each head: query, absorbed query, output as latent and as value; the latents; int32 positions of the keys.
+        # Of each head: query, absorbed query, output as latent and as value; the latents; positions of keys.
         heads = model.num_heads / tensor * (model.qk_head_dim + 2 * model.mla_cache_dim + model.v_head_dim)
-        return heads + 2 * model.mla_cache_dim + model.indexer.topk * 4 / DTYPE_BYTES[job.settings.model.dtype]
+        keys = 0 if model.shares_keys else model.indexer.topk * _key_id_bytes(job)
+        return heads + 2 * model.mla_cache_dim + keys / DTYPE_BYTES[job.settings.model.dtype]
     if model.mla_cache_dim:
         return model.num_heads / tensor * 2 * (model.qk_head_dim + model.v_head_dim) + 2 * model.mla_cache_dim
     heads = 2 * (model.num_heads + 2 * model.num_kv_heads) + model.num_heads

@@ -7,6 +7,7 @@ from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.sparse_attention import INDEXER
 from grpo_mp.planner.clusters import OVERHEADS, Cluster
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.parameter_count import ParameterCount
@@ -66,13 +67,20 @@ def estimate_time(use: ResourceUse, cluster: Cluster) -> dict[str, float]:
 def forward_flops_per_token(model: ModelShape, hf: HfConfig, context_tokens: float) -> float:
     """Return the forward FLOPs of a token: 2 per active parameter, plus causal attention over half of the context.
 
-    An indexer scores half of the context, whatever it chooses.
     `context_tokens`: length of the token's sequence, averaged over tokens.
     """
     attention = model.num_heads * model.attention_width * model.attended_tokens(context_tokens)
+    others = 2.0 * active_parameters(model, hf, without_indexers=True) + _linear_attention_flops(model)
+    return others + attention + indexer_flops_per_token(model, hf, context_tokens)
+
+
+def indexer_flops_per_token(model: ModelShape, hf: HfConfig, context_tokens: float) -> float:
+    """Return the forward FLOPs per token of all indexers: projections, and scores of half of the context."""
     indexer = model.indexer
-    scores = len(indexer.layers) * indexer.heads * indexer.head_dim * context_tokens if indexer else 0.0
-    return 2.0 * active_parameters(model, hf) + attention + scores + _linear_attention_flops(model)
+    if indexer is None:
+        return 0.0
+    projections = active_parameters(model, hf) - active_parameters(model, hf, without_indexers=True)
+    return 2.0 * projections + len(indexer.layers) * indexer.heads * indexer.head_dim * context_tokens
 
 
 def waiting_flops_per_token(model: ModelShape, layout: LayoutConfig) -> float:
@@ -115,12 +123,12 @@ def fp8_flops_per_token(model: ModelShape, hf: HfConfig) -> float:
     return 2.0 * (active_parameters(model, hf) - model.hidden_size * model.vocab_size - router)
 
 
-def active_parameters(model: ModelShape, hf: HfConfig) -> int:
+def active_parameters(model: ModelShape, hf: HfConfig, without_indexers: bool = False) -> int:
     """Count the parameters that one token uses: everything but the embedding and the experts not chosen."""
     attention = sum(
         len(rule.layers or ()) * sum(shape[0] * shape[1] for shape in rule.shapes if len(shape) == 2)
         for rule in family_of(hf).rules(replace(hf, trains_mtp=False))
-        if "self_attention" in rule.name
+        if "self_attention" in rule.name and not (without_indexers and INDEXER in rule.name)
     )
     num_dense_layers = model.num_layers - model.num_moe_layers
     mlp_width = model.ffn_hidden_size * num_dense_layers + model.shared_expert_size * model.num_moe_layers
@@ -155,13 +163,13 @@ def train_use(job: PlannedJob) -> ResourceUse:
 def _passes_of_an_epoch(job: PlannedJob, products: ResourceUse) -> ResourceUse:
     """Return the resource use of a model's forward and backward passes in one epoch.
 
-    A backward pass has twice the FLOPs of a forward pass and twice its ring traffic (keys, values and their gradients);
-    it also gathers the inputs of tensor-parallel layers again, and attention computes its scores again. Full
-    recomputation repeats the forward pass, but sends nothing between stages. `products`: FLOPs of one forward pass.
+    A backward pass has twice the FLOPs of a forward pass, without those of indexers; it also gathers the inputs of
+    tensor-parallel layers again, and attention computes its scores again. Full recomputation repeats the forward pass,
+    but sends nothing between stages. `products`: FLOPs of one forward pass.
     """
     recomputes = job.settings.training.recompute == "full"
     tokens = _computed_tokens(job) / job.train_ranks
-    use = _traffic_use(job) + _traffic_use(job, gathers=1.5, ring=2.0)
+    use = _traffic_use(job) + _traffic_use(job, is_backward=True)
     if recomputes:
         use += _traffic_use(job, between_stages=0.0)
     model = job.model
@@ -170,9 +178,11 @@ def _passes_of_an_epoch(job: PlannedJob, products: ResourceUse) -> ResourceUse:
     ahead += learns_ahead * waiting_flops_per_token(model, job.settings.layout) / max(1, model.num_moe_layers)
     use += (products + ResourceUse(flops=ahead * tokens)).scaled(3 + recomputes)
     attended = model.attended_tokens(job.attention_context) + learns_ahead * job.attention_context
-    use += ResourceUse(flops=model.num_heads * model.qk_head_dim * attended * tokens)
+    key_width = model.mla_cache_dim if model.indexer else model.qk_head_dim
+    use += ResourceUse(flops=model.num_heads * key_width * attended * tokens)
+    use += ResourceUse(flops=-2.0 * indexer_flops_per_token(model, job.hf, job.attention_context) * tokens)
     if job.settings.model.lora:  # the frozen weights have no weight gradients
-        use += ResourceUse(flops=-2.0 * active_parameters(job.model, job.hf) * tokens)
+        use += ResourceUse(flops=-2.0 * active_parameters(job.model, job.hf, without_indexers=True) * tokens)
     return use
 
 
@@ -225,12 +235,11 @@ def _critic_products(job: PlannedJob) -> ResourceUse:
     return _forward_products(job) + ResourceUse(flops=-_computed_tokens(job) * head / job.train_ranks)
 
 
-def _traffic_use(job: PlannedJob, gathers: float = 1.0, ring: float = 1.0, between_stages: float = 1.0) -> ResourceUse:
+def _traffic_use(job: PlannedJob, is_backward: bool = False, between_stages: float = 1.0) -> ResourceUse:
     """Return what one GPU sends in a forward pass over a step's samples, for a stage with the mean number of layers.
 
-    `_bubble` accounts for stages with more layers. The arguments are factors for a pass that is not a plain forward:
-    `gathers` of sequence parallelism, within a node; `ring` of keys and values over context-parallel ranks;
-    `between_stages` of hidden states.
+    `_bubble` accounts for stages with more layers. `is_backward`: for a backward pass; `between_stages`: a factor for
+    hidden states.
     """
     layout = job.settings.layout
     model = job.model
@@ -240,13 +249,10 @@ def _traffic_use(job: PlannedJob, gathers: float = 1.0, ring: float = 1.0, betwe
     num_moe_layers = model.num_moe_layers / layout.pipeline
     token_bytes = model.hidden_size * ACTIVATION_BYTES
     sequence_shard = tokens / layout.tensor
-    heads = model.num_heads if model.mla_cache_dim else model.num_kv_heads
-    kv_bytes = heads * (model.qk_head_dim + model.v_head_dim) / layout.tensor * ACTIVATION_BYTES
-    if model.indexer:  # latents and the indexer's keys are gathered
-        kv_bytes = (model.mla_cache_dim + model.indexer.head_dim) * ACTIVATION_BYTES
-
+    gathers = 1.5 if is_backward else 1.0
     gathered = gathers * 4 * num_layers * tokens * token_bytes * (layout.tensor - 1) / layout.tensor
-    ringed = ring * tokens * num_layers * kv_bytes * (layout.context - 1)
+    ringed = tokens * num_layers * _key_elements(model, layout.tensor, is_backward) * ACTIVATION_BYTES
+    ringed *= layout.context - 1
     ring_in_node = layout.tensor * layout.context <= per_node
     # Dispatch of tokens to experts, and combine.
     routed = 2 * num_moe_layers * sequence_shard * model.experts_per_token * token_bytes * layout.expert_tensor
@@ -258,6 +264,20 @@ def _traffic_use(job: PlannedJob, gathers: float = 1.0, ring: float = 1.0, betwe
         nvlink_bytes=gathered + ringed * ring_in_node + routed * in_node,
         network_bytes=ringed * (not ring_in_node) + routed * to_other_nodes + sent_on,
     )
+
+
+def _key_elements(model: ModelShape, tensor: int, is_backward: bool) -> float:
+    """Return the elements per token and layer that a rank sends to each other context-parallel rank.
+
+    Keys and values circulate in a ring, in a backward pass with their gradients. Sparse attention gathers latents, and
+    keys of indexers, whole on each tensor rank; its backward pass reduces the gradients of latents (Megatron's
+    DSAttention).
+    """
+    if model.indexer:
+        indexed = model.indexer.head_dim * len(model.indexer.layers) / model.num_layers
+        return model.mla_cache_dim + indexed * (not is_backward)
+    heads = model.num_heads if model.mla_cache_dim else model.num_kv_heads
+    return heads * (model.qk_head_dim + model.v_head_dim) / tensor * (2 if is_backward else 1)
 
 
 def _bubble(job: PlannedJob) -> float:
