@@ -64,6 +64,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> family, and what di
     "deepseek_v3_mtp": ("deepseek_v3", SMALL | SPARSE | LATENT | MTP),
     "glm4_moe_lite_mtp": ("glm4_moe_lite", SMALL | SPARSE | LATENT | MTP | TWO_LAYERS),
     "deepseek_v32_mtp": ("deepseek_v32", SMALL | SPARSE | LATENT | MTP | TWO_LAYERS | {"index_topk": 8}),
+    # Not the first layer's keys are shared: Megatron numbers the layer that predicts ahead as the first.
+    "glm_moe_dsa_mtp": ("glm_moe_dsa", SMALL | SPARSE | LATENT | MTP | {"index_topk": 8, "index_skip_topk_offset": 2}),
     "minimax_m2": ("minimax_m2", GROUPED | {"rotary_dim": 8} | TWO_LAYERS),
     "hy_v3": ("hy_v3", GROUPED | SPARSE | TWO_LAYERS),
     "hy_v3_mtp": ("hy_v3", GROUPED | SPARSE | MTP),
@@ -128,6 +130,7 @@ COMPUTED_IN = {  # model -> layouts
     "deepseek_v3_mtp": ("one", "pp2_vpp2", "tp2_cp2", "tp2_ep2_pp2"),
     "glm4_moe_lite_mtp": SPARSE_FAMILY,
     "deepseek_v32_mtp": ("one", "tp2_ep2"),
+    "glm_moe_dsa_mtp": ("one", "tp2_ep2"),
     "minimax_m2": (*SPARSE_FAMILY, "tp2"),  # norms over the heads of all ranks
     "hy_v3": SPARSE_FAMILY,
     "hy_v3_mtp": ("one", "tp2_ep2"),
@@ -288,6 +291,7 @@ REPLAYED = {  # a model of each kind of router -> layouts
     "gpt_oss": ("one", "tp2_ep2"),
     "minimax_m2": ("one",),
     "hy_v3": ("one",),
+    "glm_moe_dsa": ("one", "tp2_ep2", "cp2", "pp2"),
     "glm4_moe_lite_mtp": ("one",),  # the layer that predicts ahead routes by itself
 }
 REPLAY = {"router_replay": "R3"}  # routers take experts that samples bring
@@ -301,6 +305,7 @@ SUPERVISED = {
 CRITIC = {
     "qwen3_moe": ("one", "dp2", "cp2", "pp2_vpp2", "tp2_ep2", "tp2_ep2_pp2"),
     "deepseek_v3": ("one", "tp2"),
+    "glm_moe_dsa": ("one", "tp2_ep2", "cp2", "pp2"),
     "tied": ("one", "pp2"),  # a critic's embedding is tied to nothing
 }
 # What divides a vocabulary or a sequence, a pipeline's last stage; a padded vocabulary, a layer that predicts ahead.

@@ -155,6 +155,7 @@ class MtpLayer(torch.nn.Module):
         mask = torch.full((positions.shape[1],) * 2, -torch.inf).triu(1)[None, None]
         rotary = model.model.rotary_emb(inputs, positions)
         output = self.block(inputs, attention_mask=mask, position_ids=positions, position_embeddings=rotary)
+        output = output[0] if isinstance(output, tuple) else output  # GLM-5's chosen keys follow
         logits = self._norm(output, self.own["shared_head_norm"]) @ model.lm_head.weight.detach().t() / TEMPERATURE
         first = len(sample.prompt_tokens) - 1
         return _of_tokens(logits[0, first:-1], tokens[0, first + 2 :])

@@ -262,7 +262,7 @@ def add_mtp_layer(folder: Path, seed: int = 1) -> None:
 def count_mtp_layer(config: PretrainedConfig) -> None:
     """Count a multi-token-prediction layer as one more of the decoder, so that transformers makes it."""
     config.num_hidden_layers += 1
-    for key in ("layer_types", "mlp_layer_types"):
+    for key in ("layer_types", "mlp_layer_types", "indexer_types"):
         if kinds := getattr(config, key, None):
             setattr(config, key, [*kinds, kinds[-1]])
 
