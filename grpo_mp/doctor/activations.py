@@ -68,10 +68,11 @@ class _Recorder:
         self.experts[layer].append(chosen.detach().cpu().long().sort(-1).values)
 
     def add_keys(self, layer: int, chosen: Tensor, length: int) -> None:
-        """Add the positions that the queries of one sequence chose, [queries, top-k]."""
+        """Add the positions that the queries of one sequence chose, [queries, top-k]; -1: none."""
         positions = chosen[chosen.shape[-1] : length - 1].detach().cpu().long()
         if len(positions):
-            self.keys[layer].append(torch.zeros(len(positions), length, dtype=torch.bool).scatter_(1, positions, True))
+            keys = torch.zeros(len(positions), length + 1, dtype=torch.bool)
+            self.keys[layer].append(keys.scatter_(1, positions % (length + 1), True)[:, :length])
 
     def activations(self, logprobs: Sequence[Tensor]) -> Activations:
         points = {name: torch.cat(values) for name, values in self.points.items()}
@@ -151,6 +152,10 @@ def run_engine(folder: Path, tokens: Tensor, dtype: str) -> Activations:
             logprobs.append(torch.tensor(scores))
             if indexed:
                 chosen = torch.from_numpy(ask(partial(EngineClient.chosen_keys, tokens=row, layers=layers)).copy())
+                if chosen.max() >= len(row):
+                    raise UserError(
+                        f"{folder}: the engine returned slots of its KV cache where positions of keys belong"
+                    )
                 for layer in indexed:
                     recorder.add_keys(layer, chosen[:, layer], len(row))
         passes = {}

@@ -114,7 +114,14 @@ def mtp_flops_per_token(model: ModelShape, hf: HfConfig, context_tokens: float) 
         if model.num_layers in (rule.layers or ())
     )
     head = model.hidden_size * model.vocab_size
-    return 2.0 * (parameters + head) + model.num_heads * (model.qk_head_dim + model.v_head_dim) * context_tokens
+    attention = model.num_heads * model.attention_width * _attended_ahead(model, context_tokens)
+    scores = model.indexer.heads * model.indexer.head_dim * context_tokens if model.indexer else 0
+    return 2.0 * (parameters + head) + attention + scores
+
+
+def _attended_ahead(model: ModelShape, context_tokens: float) -> float:
+    """Return twice the mean number of keys of a query in the layer that predicts ahead: it has no window."""
+    return model.attended_tokens(context_tokens) / model.num_layers if model.indexer else context_tokens
 
 
 def fp8_flops_per_token(model: ModelShape, hf: HfConfig) -> float:
@@ -177,7 +184,8 @@ def _passes_of_an_epoch(job: PlannedJob, products: ResourceUse) -> ResourceUse:
     ahead = mtp_flops_per_token(model, job.hf, job.attention_context)
     ahead += learns_ahead * waiting_flops_per_token(model, job.settings.layout) / max(1, model.num_moe_layers)
     use += (products + ResourceUse(flops=ahead * tokens)).scaled(3 + recomputes)
-    attended = model.attended_tokens(job.attention_context) + learns_ahead * job.attention_context
+    attended = model.attended_tokens(job.attention_context)
+    attended += learns_ahead * _attended_ahead(model, job.attention_context)
     key_width = model.mla_cache_dim if model.indexer else model.qk_head_dim
     use += ResourceUse(flops=model.num_heads * key_width * attended * tokens)
     use += ResourceUse(flops=-2.0 * indexer_flops_per_token(model, job.hf, job.attention_context) * tokens)

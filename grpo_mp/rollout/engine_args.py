@@ -54,7 +54,7 @@ RESERVED = {
         (
             *("host", "port", "nccl_port", "dist_init_addr", "nnodes", "node_rank", "base_gpu_id", "device"),
             *("context_length", "served_model_name", "api_key", "admin_api_key", "tokenizer_path", "load_format"),
-            *("enable_memory_saver", "sampling_defaults", "skip_server_warmup", "custom_weight_loader"),
+            *("enable_memory_saver", "sampling_defaults", "skip_server_warmup", "custom_weight_loader", RETURN_KEYS),
         ),
         "",
     ),

@@ -14,7 +14,13 @@ from grpo_mp.planner.engine_use import generation_use, samples_per_engine
 from grpo_mp.planner.job import PlannedJob, make_job
 from grpo_mp.planner.model_configs import named_config
 from grpo_mp.planner.parameter_count import local_parameter_counts
-from grpo_mp.planner.resource_use import active_parameters, forward_flops_per_token, logprob_use, train_use
+from grpo_mp.planner.resource_use import (
+    active_parameters,
+    forward_flops_per_token,
+    logprob_use,
+    mtp_flops_per_token,
+    train_use,
+)
 from grpo_mp.utils.errors import UserError
 from tests.planner.jobs import settings_of
 
@@ -140,6 +146,17 @@ def test_training_computes_no_backward_pass_of_indexers(recompute: str, forwards
     products = (2 + forwards) * 2 * (576 + 576) + 2 * 576
     expected = 78 * 64 * products * more_keys
     assert (flops - train_use(with_indexer(job, topk=256)).flops) / tokens == pytest.approx(expected, rel=0.01)
+
+
+def test_a_layer_that_predicts_ahead_has_sparse_attention() -> None:
+    job = job_of("GLM-5.2", STAGES)
+    hf = replace(job.hf, trains_mtp=True)
+    length = 20_000
+    contexts = range(1, length + 1)
+    attention = 2 * 64 * (576 + 576) * sum(min(context, TOPK) for context in contexts) / length
+    scores = 2 * 32 * 128 * sum(contexts) / length
+    without = mtp_flops_per_token(job.model, hf, 0)
+    assert mtp_flops_per_token(job.model, hf, length) - without == pytest.approx(attention + scores, rel=0.01)
 
 
 def test_context_parallel_ranks_gather_latents_and_keys_of_indexers() -> None:

@@ -22,6 +22,7 @@ from grpo_mp.rollout.engine_args import (
     DEFAULTS,
     ENGINE_SITE,
     RESERVED,
+    RETURN_KEYS,
     EngineSpec,
     check_arguments,
     check_sparse_attention,
@@ -148,6 +149,12 @@ def test_ranks_of_an_engine_agree_on_the_token(tmp_path: Path) -> None:
     assert f'{name} = get_bool_env_var("{name}")' in (source_folder() / "layers" / "sampler.py").read_text()
     for gpus in (1, 2):
         assert engine_environment(replace(CPU, gpus=gpus), {}, str(tmp_path), {})[name] == str(gpus > 1).lower()
+
+
+def test_kernels_return_positions_of_keys_where_an_engine_returns_them(tmp_path: Path) -> None:
+    fused = "SGLANG_DSA_FUSE_TOPK"
+    assert engine_environment(SPEC, {RETURN_KEYS: True}, str(tmp_path), {fused: "true"})[fused] == "false"
+    assert fused not in engine_environment(SPEC, {}, str(tmp_path), {})
 
 
 def test_engines_on_gpus_outlast_a_compilation_and_capture_graphs_for_what_is_in_flight(tmp_path: Path) -> None:
