@@ -71,6 +71,8 @@ def start_ranks(ranks: int, arguments: Sequence[str], module: str) -> int:
         elastic_launch(config, command[0])(*command[1:], *arguments)
     except ChildFailedError as error:
         return _exit_status(error.failures)
+    finally:
+        gc.unfreeze()  # extension modules report what is not collected at the exit
     return 0
 
 
