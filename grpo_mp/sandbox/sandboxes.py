@@ -24,7 +24,7 @@ DEFAULT_LIMITS = Limits()
 AGENT = Path(__file__).with_name("agent.py").read_text()
 CONTAINERS = ("docker", "podman")
 KINDS = ("bubblewrap", *CONTAINERS)
-REMEDY = "install bubblewrap and allow user namespaces, or name another sandbox, such as docker:IMAGE or a server's URL"
+OTHERS = "or name another sandbox, such as docker:IMAGE or a server's URL"
 
 
 class LocalSandbox(JsonWorker):
@@ -66,7 +66,10 @@ class Sandboxes:
         try:
             outcome = self.run("", "", GRACE_S)
         except SandboxError as error:
-            raise UserError(f"{section}: programs cannot be isolated by {kind} ({error}): {REMEDY}") from error
+            in_container = f"find out why `{self._kind} run {self._image}` fails here"
+            remedy = in_container if self._kind in CONTAINERS else "install bubblewrap and allow user namespaces"
+            failure = f"{section}: programs cannot be isolated by {kind} ({error})"
+            raise UserError(f"{failure}: {remedy}, {OTHERS}") from error
         if outcome.status != 0:
             reason = outcome.stderr or outcome.stdout or "it prints nothing"
             raise UserError(f"{section}: an empty program fails in the sandbox: {reason}")

@@ -284,6 +284,11 @@ def read_prompts(
         check_tool_parser(rollout.tool_parser)
     episodes = load_episode_parts(rollout, tokenizer, data.chat_template_kwargs)
     tools = episodes.tools.schemas if episodes else ()
+    if reward.episode and episodes and rollout.rollout_function == "call_tools" and not episodes.tools.rewards:
+        raise UserError(
+            "reward.episode weighs what the method get_reward of a class in rollout.tools returns, and no class has "
+            "it: write it, or set reward.episode=0"
+        )
     check = partial(check_row_tests, reward, data.set_weights)
     reader = PromptReader(data, tokenizer, rollout.max_prompt_tokens, tools, check)
     demonstrations = distillation.demonstrations if distillation else None

@@ -151,6 +151,7 @@ WRITTEN: dict[str, dict[str, tuple[float | None, float | None]]] = {
     "long_tail": {"time/generate_tail_share": (0.2, 0.7)},
     "idle": {"time/idle_share": (0.1, 0.6)},
     "padding": {"train/padding_ratio": (0.1, 0.6)},
+    "episodes_fail": {"rollout/episodes/error": (0.1, 0.5), "rollout/episodes/truncated": (0.9, 0.5)},
 }
 
 

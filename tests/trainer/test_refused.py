@@ -80,6 +80,15 @@ def test_settings(refuse: Refuse, override: str, sentence: str) -> None:
     assert sentence in refuse(override)
 
 
+def test_tools_that_give_no_reward(tiny_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    tools = Path(__file__).parents[1] / "rollout" / "light_tools.py"
+    settings = (f"rollout.tools=['{tools}:rows']", "rollout.tool_parser=pythonic", "reward.episode=1")
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tiny_run.config), f"run.folder={tmp_path / 'run'}", *settings, "--dry-run", "--ranks", "2"])
+    sentence = capfd.readouterr().err.splitlines()[-1]
+    assert sentence.startswith("error: reward.episode weighs what the method get_reward of a class in rollout.tools")
+
+
 def test_ranks_that_were_not_started(tiny_run: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as raised:
         main([str(tiny_run.config), "--ranks", "2"])

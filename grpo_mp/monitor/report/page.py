@@ -29,7 +29,7 @@ STEPS = 4  # steps whose answers are shown
 QUESTIONS = 2
 TIMES = 6
 PLACE = re.compile(r"^prompt \d+, sample \d+(?:, turn \d+)?: ")  # begins the error of an episode
-KIND_CHARACTERS = 80  # of an error, by which failures are counted
+KIND_CHARACTERS = 160  # of an error, by which failures are counted
 KINDS = 10  # rows of the table of failures
 
 
