@@ -356,8 +356,11 @@ def _advantage_contradictions(algorithm: AlgorithmConfig) -> list[str]:
         "advantage.level=process needs advantage.baseline=group_mean and advantage.combine=sum": (
             advantage.level == "process" and (advantage.baseline, advantage.combine) != ("group_mean", "sum")
         ),
-        "advantage.combine=normalize works inside groups: set advantage.baseline=group_mean": (
-            advantage.combine == "normalize" and not advantage.compares_groups
+        "advantage.combine=normalize normalizes each reward in its group: set advantage.baseline=group_mean and "
+        "advantage.scale=group_std": (
+            advantage.combine == "normalize"
+            and not advantage.of_tokens
+            and (advantage.baseline, advantage.scale) != ("group_mean", "group_std")
         ),
         "advantage.baseline=optimal_token belongs to one summed reward a response: leave out advantage.estimator, "
         "level and combine": advantage.of_tokens and special,

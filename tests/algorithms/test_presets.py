@@ -94,6 +94,8 @@ def test_the_user_s_settings_override_the_preset_s(tmp_path: Path) -> None:
             "advantage.baseline=optimal_token differs by token, ratio=sequence does",
         ),
         ({"preset": "otb", "advantage": {"combine": "normalize"}}, "leave out advantage.estimator, level and combine"),
+        ({"preset": "dr_grpo", "advantage": {"combine": "normalize"}}, "and advantage.scale=group_std"),
+        ({"advantage": {"combine": "normalize", "baseline": "leave_one_out"}}, "normalizes each reward in its group"),
         ({"rollout_correction": {"kind": "mask"}}, "has no limit: set rollout_correction.high"),
         ({"kl": {"ref_update_every": 5}}, "need a reference: set kl.coef above 0"),
         ({"policy_loss": "vespo", "ratio": "sequence"}, "set ratio=token"),
