@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from grpo_mp.sandbox.protocol import Limits, Sandbox
-from grpo_mp.sandbox.sandboxes import Sandboxes
+from grpo_mp.sandbox.sandboxes import CONTAINERS, Sandboxes, check_container_program
 
 SECTION = "rollout.tool_args grpo_mp.rollout.workspace_tool:Workspace"
 LIMITS = Limits(memory_bytes=2**31, processes=64, file_bytes=2**29, folder_bytes=2**29)
@@ -41,6 +41,8 @@ class Workspace:
         self._limits = replace(LIMITS, **limits)
         if "{" not in sandbox:
             _sandboxes(sandbox, self._limits)
+        elif (program := sandbox.partition(":")[0]) in CONTAINERS:
+            check_container_program(SECTION, program)
         self._columns: Mapping[str, Any] = {}
         self._sandbox: Sandbox
 

@@ -145,6 +145,18 @@ class Container(subprocess.Popen[bytes]):
 
 
 @cache
+def check_container_program(section: str, program: str) -> None:
+    """Raise UserError if docker or podman is missing or does not answer; for images that only data rows name."""
+    try:
+        reply = subprocess.run([program, "version"], capture_output=True, text=True, timeout=START_S, check=False)
+        failure = (reply.stderr.strip() or f"exit status {reply.returncode}") if reply.returncode else ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        failure = str(error)
+    if failure:
+        raise UserError(f"{section}: `{program} version` fails here ({failure}): start its service, {OTHERS}")
+
+
+@cache
 def _spawner(pid: int) -> ThreadPoolExecutor:
     """Return the thread that starts sandboxes; by process id, because a forked process has no threads."""
     return ThreadPoolExecutor(1, "sandbox")

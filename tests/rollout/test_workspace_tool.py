@@ -121,6 +121,25 @@ def test_a_sandbox_that_cannot_start_is_refused_at_the_start() -> None:
     assert call(tools, "bash", command="echo here").text == "here\n"
 
 
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        (None, "No such file"),
+        ("exit 1", "exit status 1"),
+        ("echo no daemon >&2; exit 1", "no daemon"),
+    ],
+)
+def test_a_container_program_that_does_not_answer_is_refused_where_rows_name_the_images(
+    script: str | None, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if script:
+        (tmp_path / "docker").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=rf"`docker version` fails here \(.*{reason}.*\): start its service, or name"):
+        load_tools([PATH], arguments={PATH: {"sandbox": "docker:{image}"}})
+
+
 def test_problems_fail_their_tests_until_they_are_repaired(tmp_path: Path) -> None:
     train, held_out = make_problems(300, 100, 0)
     assert len({json.dumps(problem.row) for problem in (*train, *held_out)}) == 400
