@@ -113,7 +113,7 @@ def _outgoing(
             own = tokens[context_index(lengths, layout.context, place.context)].chunk(layout.tensor)[place.tensor]
             chosen[key] = _select(own.numpy(), experts)
         ranges, of_rows = chosen[key]
-        content.append(b"" if of_rows is None else _packed(ranges, of_rows[:, layers]))
+        content.append(b"" if of_rows is None or not layers else _packed(ranges, of_rows[:, layers]))
     return content
 
 

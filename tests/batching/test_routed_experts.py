@@ -108,3 +108,13 @@ def test_a_rank_holds_its_share_and_a_token_crosses_the_network_once() -> None:
     assert sum(share) == (tokens - len(lengths)) * 58 * topk
     assert all(of.nbytes <= 1.2 * own for of, own in zip(held, share, strict=True))
     assert sum(map(len, messages[8:])) <= 500 * tokens
+
+
+def test_a_stage_without_moe_layers_receives_no_experts(one_rank_group: dist.ProcessGroup) -> None:
+    groups = make_groups(np.uint8)
+    infos = all_gather_sample_info(groups, one_rank_group)
+    plan = plan_updates([info.total_tokens for info in infos], 1, PackingRule(LayoutConfig(), 1, 50, 64))
+    job: Any = SimpleNamespace(world_size=1, engine_ranks=0, group=one_rank_group)
+    (update,) = exchange_routed_experts(groups, infos, plan, layers=(), job=job)
+    assert update
+    assert all(routed is not None and routed.experts.shape == (0, 0, TOPK) for routed in update)
