@@ -34,12 +34,10 @@ CONFIGS = Path("configs")
 def start(module: str, parser: Callable[[], Parser], arguments: Sequence[str]) -> int:
     """Start the ranks of a command; without --ranks or under another launcher, run the command in this process."""
     args = parser().parse_intermixed_args(arguments)
-    begin_slow_imports()
     if args.ranks is None or getattr(args, "dry_run", False) or "RANK" in os.environ:
+        begin_slow_imports()
         import_module(module).main(arguments)
         return 0
-    cores = len(os.sched_getaffinity(0))  # for a rank, and for its engine on CPUs; read when torch is loaded
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // args.ranks)))
     from grpo_mp.cli.local_launch import start_ranks  # torch is slow to import
 
     return start_ranks(args.ranks, arguments, module)

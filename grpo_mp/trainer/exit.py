@@ -6,13 +6,12 @@ import os
 import re
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -141,24 +140,12 @@ def end_without_cleanup() -> Iterator[None]:
     except BaseException as error:
         if not dist.is_initialized():
             raise
-        end_process(error, joins_threads=False)
-
-
-def end_process(error: BaseException | None, joins_threads: bool) -> NoReturn:
-    """Show an unexpected error, run the atexit functions, and end the process without interpreter shutdown.
-
-    `error`: what the main function raised; the exit status is that of a SystemExit, else 1. `joins_threads`: wait for
-    threads that are not daemons, as an interpreter does.
-    """
-    code = 0 if error is None else error.code if isinstance(error, SystemExit) else 1
-    if error and not isinstance(error, SystemExit):
-        sys.excepthook(type(error), error, error.__traceback__)
-    if joins_threads:
-        threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else 1)
+        if not isinstance(error, SystemExit):
+            sys.excepthook(type(error), error, error.__traceback__)
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
 
 
 def _peer_failed(rank: int, error: BaseException) -> PeerFailedError:

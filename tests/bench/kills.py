@@ -31,7 +31,7 @@ from grpo_mp.checkpoint.run_state import ROLLOUTS
 from grpo_mp.rollout.journal import read_records
 from grpo_mp.utils.files import write_json
 from tests.conftest import make_tiny_run
-from tests.e2e.jobs import LAUNCH, Job, ranks_of, read_jsonl
+from tests.e2e.jobs import LAUNCH, Job, read_jsonl
 
 TARGETS = ("rank 0", "rank 1", "engine", "engine's child", "launcher", "all")
 ENDS_NO_JOB = ("engine", "engine's child")
@@ -278,13 +278,13 @@ def kill_until_it_ends(
 
 
 def processes(job: Job, target: str) -> list[psutil.Process]:
-    ranks = ranks_of(job.pid)
+    ranks = children_of(psutil.Process(job.pid), recursive=False)
     if target == "launcher":
         return [psutil.Process(job.pid)]
     if target == "all":
         return job.alive()
     if target.startswith("rank"):
-        return ranks[int(target.removeprefix("rank ")) :][:1]
+        return [rank for rank in ranks if rank_of(rank) == target.removeprefix("rank ")]
     engines = [
         child for rank in ranks for child in children_of(rank) if "grpo_mp.rollout.engine_main" in command(child)
     ]
@@ -293,10 +293,10 @@ def processes(job: Job, target: str) -> list[psutil.Process]:
     return [child for engine in engines for child in children_of(engine) if child not in engines]
 
 
-def children_of(process: psutil.Process) -> list[psutil.Process]:
+def children_of(process: psutil.Process, recursive: bool = True) -> list[psutil.Process]:
     """Return the processes below one; none where it has just ended."""
     try:
-        return process.children(recursive=True)
+        return process.children(recursive=recursive)
     except psutil.NoSuchProcess:
         return []
 
@@ -306,6 +306,13 @@ def command(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except psutil.Error:
         return []
+
+
+def rank_of(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get("RANK")
+    except psutil.Error:
+        return None
 
 
 def last_phase(run: Path, started: float) -> str:

@@ -23,8 +23,8 @@ from statistics import fmean
 import psutil
 
 from grpo_mp.utils.files import write_json
-from tests.bench.kills import FOUND, SCHEDULES, end, evidence, make_inputs, open_folder, processes
-from tests.e2e.jobs import Job, ranks_of, read_jsonl, spans
+from tests.bench.kills import FOUND, SCHEDULES, children_of, end, evidence, make_inputs, open_folder, processes, rank_of
+from tests.e2e.jobs import Job, read_jsonl, spans
 
 TARGETS = ("rank 0", "rank 1", "engine", "engine's child")
 SETTINGS = ("optimizer.lr_schedule=constant", "data.eval={}", "run.export_every=0", "run.export=false")
@@ -107,7 +107,7 @@ def disturb(
                     time.sleep(1.0)  # a launcher sees that its rank is gone
                 soak.seconds = before + time.monotonic() - begun
                 write_json(folder / FOUND, asdict(soak))
-                if job.poll() is not None or len(living_ranks(job)) < 2:
+                if job.poll() is not None or len(ranks_of(job)) < 2:
                     job.wait()
                     break
             else:
@@ -122,16 +122,16 @@ def disturb(
             job.end()
 
 
-def living_ranks(job: Job) -> list[psutil.Process]:
-    """Return the ranks of a job that have not ended."""
+def ranks_of(job: Job) -> list[psutil.Process]:
+    """Return the ranks of a job; none where its launcher is gone."""
     with suppress(psutil.NoSuchProcess):
-        return [rank for rank in ranks_of(job.pid) if rank.status() != psutil.STATUS_ZOMBIE]
+        return [child for child in children_of(psutil.Process(job.pid), recursive=False) if rank_of(child) is not None]
     return []
 
 
 def usage(job: Job) -> Usage:
     found = dict.fromkeys(("memory", "threads", "files", "sockets"), 0.0)
-    for rank in living_ranks(job):
+    for rank in ranks_of(job):
         with suppress(psutil.NoSuchProcess), rank.oneshot():
             found["memory"] += rank.memory_info().rss
             found["threads"] += rank.num_threads()

@@ -129,14 +129,8 @@ class Job:
 
     def rank(self, rank: int) -> psutil.Process:
         """The process of a rank."""
-        return ranks_of(self._process.pid)[rank]
-
-
-def ranks_of(launcher: int) -> list[psutil.Process]:
-    """The processes that a launcher started, rank 0 first; none where it is gone."""
-    with suppress(psutil.NoSuchProcess):
-        return sorted(psutil.Process(launcher).children(), key=lambda child: (child.create_time(), child.pid))
-    return []
+        children = psutil.Process(self._process.pid).children()
+        return next(child for child in children if _variable(child, "RANK") == str(rank))
 
 
 def as_nobody(function: Callable[[], Any]) -> Any:
