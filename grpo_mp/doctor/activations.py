@@ -53,7 +53,7 @@ def layer_point(layer: int) -> str:
     return f"layer {layer}, after its MLP"
 
 
-class _Recorder:
+class Recorder:
     """Collects activations from hooks, sequence after sequence."""
 
     def __init__(self) -> None:
@@ -68,7 +68,12 @@ class _Recorder:
         self.experts[layer].append(chosen.detach().cpu().long().sort(-1).values)
 
     def add_keys(self, layer: int, chosen: Tensor, length: int) -> None:
-        """Add the positions that the queries of one sequence chose, [queries, top-k]; -1: none."""
+        """Add the positions that the queries of one sequence chose, [queries, top-k]; -1: none.
+
+        Raises UserError for slots of an engine's KV cache in place of positions.
+        """
+        if chosen.max() >= length:
+            raise UserError(f"layer {layer}: the engine returned slots of its KV cache in place of positions of keys")
         positions = chosen[chosen.shape[-1] : length - 1].detach().cpu().long()
         if len(positions):
             keys = torch.zeros(len(positions), length + 1, dtype=torch.bool)
@@ -91,7 +96,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
 def run_transformers(folder: Path, tokens: Tensor, dtype: torch.dtype) -> Activations:
     """Compute the activations for `tokens` [sequences, length] in transformers."""
     model = transformers_model(folder, dtype).to(platform.device())
-    recorder = _Recorder()
+    recorder = Recorder()
     taps = {
         r"model\.embed_tokens": lambda layer, module: _after(module, recorder, EMBEDDING),
         r"model\.layers\.(\d+)\.post_attention_layernorm": lambda layer, module: _before(
@@ -114,7 +119,7 @@ def run_transformers(folder: Path, tokens: Tensor, dtype: torch.dtype) -> Activa
 @torch.no_grad()
 def run_policy(folder: Path, tokens: Tensor, dtype: str) -> Activations:
     """Compute the activations for `tokens` [sequences, length] in the policy's Megatron model, on one rank."""
-    recorder = _Recorder()
+    recorder = Recorder()
     vocab_size = HfConfig.read(folder).int("vocab_size")
     taps = {
         r"(?:.*\.)?embedding": lambda layer, module: _after(module, recorder, EMBEDDING),
@@ -137,7 +142,7 @@ def run_policy(folder: Path, tokens: Tensor, dtype: str) -> Activations:
 
 def run_engine(folder: Path, tokens: Tensor, dtype: str) -> Activations:
     """Compute the activations for `tokens` [sequences, length] in an SGLang server that dumps its modules' outputs."""
-    recorder = _Recorder()
+    recorder = Recorder()
     logprobs = []
     shape = model_shape(HfConfig.read(folder))
     layers = shape.num_layers
@@ -152,10 +157,6 @@ def run_engine(folder: Path, tokens: Tensor, dtype: str) -> Activations:
             logprobs.append(torch.tensor(scores))
             if indexed:
                 chosen = torch.from_numpy(ask(partial(EngineClient.chosen_keys, tokens=row, layers=layers)).copy())
-                if chosen.max() >= len(row):
-                    raise UserError(
-                        f"{folder}: the engine returned slots of its KV cache where positions of keys belong"
-                    )
                 for layer in indexed:
                     recorder.add_keys(layer, chosen[:, layer], len(row))
         passes = {}
@@ -169,7 +170,7 @@ def run_engine(folder: Path, tokens: Tensor, dtype: str) -> Activations:
     return recorder.activations(logprobs)
 
 
-def _record_dump(recorder: _Recorder, values: Mapping[str, Any], layers: int) -> None:
+def _record_dump(recorder: Recorder, values: Mapping[str, Any], layers: int) -> None:
     """Record one forward pass from SGLang's dump. SGLang's norms return (output, residual stream)."""
     recorder.add(EMBEDDING, values["model.embed_tokens"])
     for layer in range(layers):
@@ -215,21 +216,21 @@ def _tap(model: nn.Module, taps: Mapping[str, Callable[[int, nn.Module], object]
                 hook(int(match[1]) if match.groups() else 0, module)
 
 
-def _after(module: nn.Module, recorder: _Recorder, point: str) -> None:
+def _after(module: nn.Module, recorder: Recorder, point: str) -> None:
     def hook(_: nn.Module, __: Any, output: Any) -> None:
         recorder.add(point, output[0] if isinstance(output, tuple) else output)
 
     module.register_forward_hook(hook)
 
 
-def _before(module: nn.Module, recorder: _Recorder, point: str) -> None:
+def _before(module: nn.Module, recorder: Recorder, point: str) -> None:
     def hook(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
         recorder.add(point, arguments[0])
 
     module.register_forward_pre_hook(hook)
 
 
-def _add_keys(attention: Any, recorder: _Recorder, layer: int) -> None:
+def _add_keys(attention: Any, recorder: Recorder, layer: int) -> None:
     """Record the keys that a Megatron attention's indexer chooses, which Megatron stores for layers that share them."""
     if getattr(attention, "indexer", None) is None:
         return
