@@ -38,8 +38,8 @@ class Activations:
     points: Mapping[str, Tensor]  # float32 [N, hidden]; see `attention_point` and `layer_point`
     experts: Mapping[int, Tensor]  # by layer from 0: chosen experts [N, top-k], sorted
     logprobs: Tensor  # float32 [N - sequences]: of all tokens except the first of each sequence
-    # By layer with an indexer: chosen keys, bool [queries, length]. The queries have more keys than an indexer chooses;
-    # the last of a sequence is not among them.
+    # By layer with an indexer: chosen keys, bool [queries, length]. Queries are the tokens that have more keys than an
+    # indexer chooses, without the last token of each sequence.
     keys: Mapping[int, Tensor] = field(default_factory=dict)
 
 

@@ -120,7 +120,7 @@ def mtp_flops_per_token(model: ModelShape, hf: HfConfig, context_tokens: float) 
 
 
 def _attended_ahead(model: ModelShape, context_tokens: float) -> float:
-    """Return twice the mean number of keys of a query in the layer that predicts ahead: it has no window."""
+    """Return twice the mean number of keys of a query in the layer that predicts ahead, which has no window."""
     return model.attended_tokens(context_tokens) / model.num_layers if model.indexer else context_tokens
 
 

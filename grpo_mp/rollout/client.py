@@ -241,8 +241,8 @@ class EngineClient:
     async def chosen_keys(self, tokens: Sequence[int], layers: int) -> npt.NDArray[np.int32]:
         """Return the positions that each token but the last attends to, [T - 1, layers, top-k]; -1: no key left.
 
-        The engine needs the argument `enable_return_indexer_topk`. `layers`: of the whole decoder; one without an
-        indexer repeats the choice of the last layer before it that has one.
+        The engine needs the argument `enable_return_indexer_topk`. `layers`: number of layers of the decoder. A layer
+        without an indexer repeats the choice of the nearest earlier layer with an indexer.
         """
         sampling = {"max_new_tokens": 0, "temperature": 1.0}
         body = {"input_ids": list(tokens), "sampling_params": sampling, "return_indexer_topk": True}

@@ -146,7 +146,7 @@ class Container(subprocess.Popen[bytes]):
 
 @cache
 def check_container_program(section: str, program: str) -> None:
-    """Raise UserError if docker or podman is missing or does not answer; for images that only data rows name."""
+    """Check that docker or podman answers, where images are named by data rows. Raises UserError if it does not."""
     try:
         reply = subprocess.run([program, "version"], capture_output=True, text=True, timeout=START_S, check=False)
         failure = (reply.stderr.strip() or f"exit status {reply.returncode}") if reply.returncode else ""

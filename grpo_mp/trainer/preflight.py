@@ -286,8 +286,8 @@ def read_prompts(
     tools = episodes.tools.schemas if episodes else ()
     if reward.episode and episodes and rollout.rollout_function == "call_tools" and not episodes.tools.rewards:
         raise UserError(
-            "reward.episode weighs what the method get_reward of a class in rollout.tools returns, and no class has "
-            "it: write it, or set reward.episode=0"
+            "reward.episode is the weight of the reward that get_reward of a class in rollout.tools returns, and no "
+            "class has the method get_reward: add the method, or set reward.episode=0"
         )
     check = partial(check_row_tests, reward, data.set_weights)
     reader = PromptReader(data, tokenizer, rollout.max_prompt_tokens, tools, check)

@@ -86,7 +86,9 @@ def test_tools_that_give_no_reward(tiny_run: TinyRun, tmp_path: Path, capfd: pyt
     with pytest.raises(SystemExit, match="2"):
         main([str(tiny_run.config), f"run.folder={tmp_path / 'run'}", *settings, "--dry-run", "--ranks", "2"])
     sentence = capfd.readouterr().err.splitlines()[-1]
-    assert sentence.startswith("error: reward.episode weighs what the method get_reward of a class in rollout.tools")
+    assert sentence.startswith(
+        "error: reward.episode is the weight of the reward that get_reward of a class in rollout.tools"
+    )
 
 
 def test_ranks_that_were_not_started(tiny_run: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
