@@ -27,6 +27,7 @@ from grpo_mp.monitor.samples import SHOWN_SAMPLES
 from grpo_mp.policy.critic import check_critic
 from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.rollout.reward_servers import check_served_models, served_models
+from grpo_mp.rollout.routed_experts import check_replayed_keys, recorded_shape
 from grpo_mp.trainer.collect import RolloutBatch, RolloutCollector
 from grpo_mp.trainer.command_line import command, print_once, started_job
 from grpo_mp.trainer.describe import describe_engines, describe_prompts, describe_ranks, dry_run_text
@@ -166,7 +167,7 @@ def dump_rollouts(ctx: RolloutContext, rollouts: RolloutBatch, step: int) -> Non
 
 def send_experts(ctx: RolloutContext, rollouts: RolloutBatch, step: int) -> None:
     """Send the routed experts recorded by this rank's engine to the training ranks that replay them (R3)."""
-    if ctx.inputs.records_experts:
+    if ctx.inputs.recorded:
         with ctx.phases.phase(Phase.SCORE):
             send_routed_experts(rollouts.of_own_engine, rollouts.infos, step_rule(ctx), step=step, job=ctx.job)
 
@@ -192,6 +193,7 @@ def compute_advantages(ctx: TrainContext, rollouts: RolloutBatch, step: int) -> 
         estimator=ctx.inputs.extensions.estimator,
         reward_weights=ctx.settings.reward.weights,
         moe_layers=ctx.policy.moe_layers,
+        key_layers=ctx.policy.key_layers,
     )
     with ctx.phases.phase(Phase.SCORE):
         return assemble_step_batch(rollouts.groups, rollouts.infos, step, assembly)
@@ -300,15 +302,17 @@ def read_inputs(settings: Settings, world_size: int, ranks_per_node: int, dump: 
     check_place(run, settings.monitor, dump_settings(settings))
     trainers = world_size - engine.ranks
     hf, tokenizer = read_model(model, settings.layout, settings.training, trainers)
-    replays = settings.training.router_replay == "R3"
-    form = None if dump else check_engines(engine, hf, model.dtype, world_size, ranks_per_node, replays_experts=replays)
+    recorded = recorded_shape(hf, settings.training)
+    form = None if dump else check_engines(engine, hf, model.dtype, world_size, ranks_per_node, recorded=recorded)
+    if settings.training.replays_keys:
+        check_replayed_keys(engine.args, engine.gpus_per_engine, model_shape(hf), settings.max_request_tokens)
     formats = sent_formats(run, form)
     check_bucket(hf, model.dtype, settings.layout, settings.sync.bucket_bytes, formats=formats)
     if settings.critic:
         check_critic(settings.for_critic(), hf, trainers)
         check_critic_tokenizer(settings.critic.path, model, tokenizer)
     check_export(run, model)
-    inputs = partial(RunInputs, hf=hf, tokenizer=tokenizer, extensions=extensions, records_experts=replays)
+    inputs = partial(RunInputs, hf=hf, tokenizer=tokenizer, extensions=extensions, recorded=recorded)
     if dump:
         return inputs(**replay_inputs(dump, run, rollout.max_response_tokens))
 

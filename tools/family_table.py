@@ -35,7 +35,7 @@ def family_rows() -> Iterator[tuple[str, ...]]:
             ", ".join(layout for layout in LAYOUTS if layout in tested),
             ", ".join(_engine(name)),
             _multi_token_prediction(family, hf),
-            "R2, R3" if moe else "",
+            ("R2, R3, R3_keys" if hf.get("index_topk") else "R2, R3") if moe else "",
             ", ".join(f"`{recipe}`" for recipe, model_type in recipes.items() if model_type == name),
             family.rejected,
         )

@@ -69,6 +69,7 @@ class Assembly:
     estimator: AdvantageEstimator
     reward_weights: Mapping[str, float]
     moe_layers: Sequence[int] = ()  # MoE layers on this rank, for routing replay R3
+    key_layers: Sequence[int] = ()  # layers on this rank with an indexer whose keys are replayed
 
 
 def assemble_step_batch(
@@ -114,13 +115,9 @@ def assemble_step_batch(
 
     updates = tuple(map(pack_update, plan))
     unrouted_samples = None
-    if rule.training.router_replay == "R3":
+    if rule.training.replays_engine:
         unrouted_samples = sum(not info.has_routed_experts for info in sequences)
-        routed = exchange_routed_experts(groups, sequences, plan, layers=assembly.moe_layers, job=parallel.job)
-        updates = tuple(
-            tuple(replace(batch, routed_experts=experts) for batch, experts in zip(*pair, strict=True))
-            for pair in zip(updates, routed, strict=True)
-        )
+        updates = _with_choices(updates, groups, sequences, plan, assembly)
     return StepBatch(
         sequences,
         in_loss=tuple(learns[i] for i in sample_of),
@@ -130,6 +127,22 @@ def assemble_step_batch(
         unrouted_samples=unrouted_samples,
         sample_of=sample_of,
         teacher=make_teacher_pass(samples, sequences, plan, rule.packing, parallel),
+    )
+
+
+def _with_choices(
+    updates: Sequence[tuple[MicroBatch, ...]],
+    groups: list[SampleGroup],
+    sequences: Sequence[SampleInfo],
+    plan: Sequence[UpdatePlan],
+    assembly: Assembly,
+) -> tuple[tuple[MicroBatch, ...], ...]:
+    """Add the choices of engines to the micro-batches."""
+    job = assembly.parallel.job
+    choices = exchange_routed_experts(groups, sequences, plan, assembly.moe_layers, job, assembly.key_layers)
+    return tuple(
+        tuple(replace(batch, routed_experts=of) for batch, of in zip(*pair, strict=True))
+        for pair in zip(updates, choices, strict=True)
     )
 
 

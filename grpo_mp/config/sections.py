@@ -367,14 +367,24 @@ class TrainingConfig(Section):
         description="FP8 in linear layers (Megatron --fp8-format), scaled in blocks as DeepSeek-V3; not yet run on a "
         "GPU; null: model.dtype",
     )
-    router_replay: Literal["none", "R2", "R3"] = Field(
+    router_replay: Literal["none", "R2", "R3", "R3_keys"] = Field(
         "none",
         description="routing in training (verl router_replay). R3: the engine's experts (slime "
         "--use-rollout-routing-replay); R2: those of the old-logprob pass (slime "
-        "--use-routing-replay)",
+        "--use-routing-replay); R3_keys: as R3, and the engine's keys of sparse attention, for short sequences",
     )
     logprob_chunk_tokens: int = Field(1024, gt=0, description="tokens whose logits are computed at a time")
     megatron_args: dict[str, Any] = Field({}, description="any field of Megatron's configs, checked by name")
+
+    @property
+    def replays_engine(self) -> bool:
+        """Return whether training replays choices of the engine."""
+        return self.router_replay in ("R3", "R3_keys")
+
+    @property
+    def replays_keys(self) -> bool:
+        """Return whether training replays the keys that the engine's indexers chose."""
+        return self.router_replay == "R3_keys"
 
     def padding_multiple(self, layout: LayoutConfig) -> int:
         """Return the number of tokens that divides every micro-batch; 1 without FP8.

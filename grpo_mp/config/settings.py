@@ -81,14 +81,15 @@ class Settings(TrainerSettings):
                 "(algorithm.old_logprobs=engine, or one update a step): set R3 or none, or old_logprobs=recomputed "
                 "with training.updates_per_step of 2 or more"
             )
-        if self.training.router_replay == "R3" and self.engine.speculative.algorithm != "none":
+        replay = self.training.router_replay
+        if self.training.replays_engine and self.engine.speculative.algorithm != "none":
             yield (
-                "training.router_replay=R3 does not work with engine.speculative, because accepted tokens change their "
-                "place in SGLang's cache: set engine.speculative.algorithm=none, or R2 or none"
+                f"training.router_replay={replay} does not work with engine.speculative, because accepted tokens "
+                "change their place in SGLang's cache: set engine.speculative.algorithm=none, or R2 or none"
             )
-        if self.training.router_replay == "R3" and self.schedule == "async" and self.sync.pause == "retract":
+        if self.training.replays_engine and self.schedule == "async" and self.sync.pause == "retract":
             yield (
-                "training.router_replay=R3 replays the experts with which each token was sampled, and "
+                f"training.router_replay={replay} replays the experts with which each token was sampled, and "
                 "sync.pause=retract has SGLang choose them anew at every update: set sync.pause=in_place"
             )
 

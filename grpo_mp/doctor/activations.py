@@ -20,7 +20,8 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.policy.forward import sequence_logits
 from grpo_mp.policy.load_models import policy_tensors, transformers_model
 from grpo_mp.rollout.client import EngineClient
-from grpo_mp.rollout.engine_args import FP32_HEAD, RETURN_KEYS, EngineSpec
+from grpo_mp.rollout.engine_args import FP32_HEAD, EngineSpec
+from grpo_mp.rollout.routed_experts import RETURN_KEYS
 from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.utils.errors import UserError
 
@@ -68,12 +69,7 @@ class Recorder:
         self.experts[layer].append(chosen.detach().cpu().long().sort(-1).values)
 
     def add_keys(self, layer: int, chosen: Tensor, length: int) -> None:
-        """Add the positions that the queries of one sequence chose, [queries, top-k]; -1: none.
-
-        Raises UserError for slots of an engine's KV cache in place of positions.
-        """
-        if chosen.max() >= length:
-            raise UserError(f"layer {layer}: the engine returned slots of its KV cache in place of positions of keys")
+        """Add the positions that the queries of one sequence chose, [queries, top-k]; -1: none."""
         positions = chosen[chosen.shape[-1] : length - 1].detach().cpu().long()
         if len(positions):
             keys = torch.zeros(len(positions), length + 1, dtype=torch.bool)
@@ -156,9 +152,9 @@ def run_engine(folder: Path, tokens: Tensor, dtype: str) -> Activations:
             (scores,) = ask(partial(EngineClient.score, token_lists=[row]))
             logprobs.append(torch.tensor(scores))
             if indexed:
-                chosen = torch.from_numpy(ask(partial(EngineClient.chosen_keys, tokens=row, layers=layers)).copy())
-                for layer in indexed:
-                    recorder.add_keys(layer, chosen[:, layer], len(row))
+                chosen = torch.from_numpy(ask(partial(EngineClient.chosen_keys, tokens=row, shape=shape)))
+                for number, layer in enumerate(indexed):
+                    recorder.add_keys(layer, chosen[:, number], len(row))
         passes = {}
         for file in sorted(Path(scratch, "dump").glob("*/Pass*.pt")):
             values = torch.load(file, map_location="cpu", weights_only=True)

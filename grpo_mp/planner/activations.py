@@ -13,6 +13,7 @@ from typing import NamedTuple
 from grpo_mp.planner.clusters import OVERHEADS
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.policy.parameter_bytes import DTYPE_BYTES
+from grpo_mp.rollout.routed_experts import KEY_BYTES
 
 FP8_BYTES = 1 + 4 / 128  # per element of blockwise FP8: the value and 1/128 of a float32 scale
 
@@ -39,26 +40,27 @@ def activation_bytes(job: PlannedJob, stage: int, head: float) -> float:
     else:
         kept = sum(layer.saved for layer in layers) + len(layers) * _quantized_weight_bytes(job, stage)
         working = max((layer.backward - layer.saved for layer in layers), default=0.0)
-    kept += _shared_key_bytes(job, stage)
+    kept += _stored_key_bytes(job, stage)
     return kept * _microbatches_in_flight(job, stage) + max(0.0, working - head)
 
 
 def forward_bytes(job: PlannedJob, stage: int) -> float:
     """Return the peak activation memory of a forward pass without gradients: that of the largest layer."""
     peaks = (layer_bytes(job, layer).forward for layer in job.stage_layers[stage])
-    return max(peaks, default=0.0) + _quantized_weight_bytes(job, stage, copies=1) + _shared_key_bytes(job, stage)
+    return max(peaks, default=0.0) + _quantized_weight_bytes(job, stage, copies=1) + _stored_key_bytes(job, stage)
 
 
-def _shared_key_bytes(job: PlannedJob, stage: int) -> float:
-    """Return the bytes of the keys that a stage's indexers chose in a micro-batch, if other layers share them; else 0.
+def _stored_key_bytes(job: PlannedJob, stage: int) -> float:
+    """Return the bytes of the keys that a stage's indexers chose in a micro-batch, and of the keys replayed there.
 
     Megatron's DSAttention stores them with the micro-batch until its backward pass, whatever is recomputed.
     """
     indexer = job.model.indexer
-    if indexer is None or not job.model.shares_keys:
+    if indexer is None or not job.stores_keys:
         return 0.0
     tokens = job.microbatch_tokens / job.settings.layout.context
-    return tokens * len(indexer.layers.intersection(job.stage_layers[stage])) * indexer.topk * _key_id_bytes(job)
+    bytes_per_key = _key_id_bytes(job) + KEY_BYTES * (job.replayed_indexer is not None)
+    return tokens * len(indexer.layers.intersection(job.stage_layers[stage])) * indexer.topk * bytes_per_key
 
 
 def _key_id_bytes(job: PlannedJob) -> int:
@@ -144,7 +146,7 @@ def _attention_elements(job: PlannedJob, layer: int) -> float:
     if model.indexer:
         # Of each head: query, absorbed query, output as latent and as value; the latents; positions of keys.
         heads = model.num_heads / tensor * (model.qk_head_dim + 2 * model.mla_cache_dim + model.v_head_dim)
-        keys = 0 if model.shares_keys else model.indexer.topk * _key_id_bytes(job)
+        keys = 0 if job.stores_keys else model.indexer.topk * _key_id_bytes(job)
         return heads + 2 * model.mla_cache_dim + keys / DTYPE_BYTES[job.settings.model.dtype]
     if model.mla_cache_dim:
         return model.num_heads / tensor * 2 * (model.qk_head_dim + model.v_head_dim) + 2 * model.mla_cache_dim

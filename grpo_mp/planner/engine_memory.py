@@ -17,12 +17,15 @@ from grpo_mp.planner.parameter_count import rule_parameters
 from grpo_mp.policy.parameter_bytes import DTYPE_BYTES
 from grpo_mp.rollout.engine_args import GRAPH_REQUESTS, cuda_defaults, speculative_arguments
 from grpo_mp.rollout.engine_layout import read_argument
+from grpo_mp.rollout.routed_experts import KEY_BYTES
 from grpo_mp.utils.errors import UserError
 
 STATES_TO_KV_CACHE = 0.9  # memory of states of linear attention by that of the KV cache (mamba_full_memory_ratio)
 WINDOW_TO_FULL_TOKENS = 0.8  # tokens in the pool of layers with a sliding window (swa_full_tokens_ratio)
 STATE_SLOTS = 3  # that SGLang counts for a running sequence and its cached prefixes
 CONVOLUTION_BYTES = 2  # of an input of a convolution: SGLang keeps them in bfloat16
+# Arguments that limit the tokens of a batch, with SGLang's defaults for GPUs of 60 GiB and more.
+BATCH_LIMITS = {"chunked_prefill_size": 8192, "max_running_requests": 0}
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 
@@ -41,6 +44,7 @@ class EngineMemory:
     states: float = 0.0  # of linear attention
     state_sequences: int = 0  # running sequences that the whole engine has states for
     cuda_graphs: float = 0.0
+    key_buffer: float = 0.0  # of the keys that the indexers of a batch chose, for their replay
     communication: float = 0.0
     bytes_per_token: float = 1.0
     layer_token_bytes: float = 1.0  # of one token in one layer
@@ -81,6 +85,7 @@ def engine_memory(job: PlannedJob) -> EngineMemory:
         states=states,
         state_sequences=state_sequences * job.engine_parallelism.replicas,
         cuda_graphs=0.0 if args.get("disable_cuda_graph") else _graph_bytes(job),
+        key_buffer=_key_buffer_bytes(job),
         communication=OVERHEADS.engine_nccl + deepep,
         bytes_per_token=bytes_per_token,
         layer_token_bytes=layer_token_bytes,
@@ -105,6 +110,15 @@ def _window_pool_ratio(args: Mapping[str, Any]) -> float:
     if args.get("disable_hybrid_swa_memory"):
         return 1.0
     return read_argument(args, "swa_full_tokens_ratio", WINDOW_TO_FULL_TOKENS)
+
+
+def _key_buffer_bytes(job: PlannedJob) -> float:
+    """Return the bytes of SGLang's buffer of chosen keys: of all layers, for the largest batch of one replica."""
+    if job.replayed_indexer is None:
+        return 0.0
+    args = job.settings.engine.args
+    tokens = max(read_argument(args, name, default) for name, default in BATCH_LIMITS.items())
+    return float(KEY_BYTES * tokens * job.model.num_layers * job.replayed_indexer.topk)
 
 
 def _graph_bytes(job: PlannedJob) -> float:

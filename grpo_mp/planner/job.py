@@ -10,7 +10,14 @@ from grpo_mp.batching.shared_prompts import SamplePrompt
 from grpo_mp.batching.updates import PackingRule, packing_rule, plan_update
 from grpo_mp.config import Settings, SftSettings
 from grpo_mp.distributed.coordinates import data_parallel_size
-from grpo_mp.distributed.layout import ModelShape, check_layout, critic_layout, model_shape, sets_pipeline_layout
+from grpo_mp.distributed.layout import (
+    IndexerShape,
+    ModelShape,
+    check_layout,
+    critic_layout,
+    model_shape,
+    sets_pipeline_layout,
+)
 from grpo_mp.distributed.stages import StageLayers, check_index_share, layers_of_stages
 from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8_products import check_fp8_products
@@ -243,6 +250,16 @@ class PlannedJob:
     def engine_format(self) -> WeightFormat | None:
         """Return the format of the engines' projections; None: that of the policy."""
         return engine_format(self.settings.engine.args, self.hf, cpu=False)
+
+    @property
+    def replayed_indexer(self) -> IndexerShape | None:
+        """Return the shape of the indexers whose keys training replays; None without replay of keys."""
+        return self.model.indexer if self.settings.training.replays_keys else None
+
+    @property
+    def stores_keys(self) -> bool:
+        """Return whether Megatron stores chosen keys with the micro-batch, for layers that share or replay them."""
+        return self.model.shares_keys or self.replayed_indexer is not None
 
     @property
     def has_reference(self) -> bool:

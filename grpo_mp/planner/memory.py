@@ -18,6 +18,7 @@ from grpo_mp.planner.engine_use import check_lengths, sync_round_bytes
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.policy.parameter_bytes import OPTIMIZER_PIECE_BYTES
 from grpo_mp.rollout.engine_layout import engine_host_ranks, engine_placements
+from grpo_mp.rollout.routed_experts import KEY_BYTES
 from grpo_mp.utils.phases import TRAINER, Phase, Residency
 from grpo_mp.utils.types import expert_id_bytes
 from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY
@@ -113,6 +114,7 @@ def device_memory(job: PlannedJob, stage: int, engine: EngineMemory) -> dict[Sub
         sizes = {
             "contexts": processes * OVERHEADS.cuda_context,
             "communication": communication + engine.communication * shared,
+            "key buffer": engine.key_buffer * shared,
             **trainer,
             "rotary tables": rotary_table_bytes(job, stage) * (sub_phase not in BEFORE_TRAINING),
             "fragments": OVERHEADS.fragmentation * total_bytes(trainer),
@@ -186,6 +188,7 @@ def engine_device_memory(job: PlannedJob, engine: EngineMemory) -> dict[SubPhase
     sizes = {
         "contexts": 2 * OVERHEADS.cuda_context,
         "communication": OVERHEADS.communicator + engine.communication,
+        "key buffer": engine.key_buffer,
         **_present(_engine_occupants(engine), ALL_RESIDENT),
     }
     staged = sync_round_bytes(job) * ROUNDS_OF_AN_ENGINE
@@ -274,8 +277,8 @@ def host_memory(job: PlannedJob, engine: EngineMemory) -> dict[SubPhase, BytesBy
             _engine_rank_host_memory(job, engine) if stage is None else _rank_host_memory(job, sub_phase, stage, engine)
             for stage in stages
         ]
-        if job.settings.training.router_replay == "R3":
-            by_rank.append({"routed experts": hosted * _kept_by_an_engines_host(job, sub_phase)})
+        if job.settings.training.replays_engine:
+            by_rank.append({"replayed choices": hosted * _kept_by_an_engines_host(job, sub_phase)})
         kinds = dict.fromkeys(kind for sizes in by_rank for kind in sizes)
         return {kind: sum(sizes.get(kind, 0) for sizes in by_rank) for kind in kinds}
 
@@ -322,7 +325,7 @@ def _rank_host_memory(job: PlannedJob, sub_phase: SubPhase, stage: int, engine: 
         sizes[f"{prefix}optimizer"] = sharded * state
     if job.settings.training.router_replay != "none":
         experts = _replayed_bytes(job) / job.train_ranks * has_begun + _cached_expert_bytes(job, engine) * shared
-        sizes["routed experts"] = experts
+        sizes["replayed choices"] = experts
     if job.offloads and not RESIDENT[sub_phase].communicators:
         in_use, suspended = communicator_bytes(job)
         sizes["communicators"] = in_use - suspended
@@ -355,8 +358,8 @@ def _engine_rank_host_memory(job: PlannedJob, engine: EngineMemory) -> dict[str,
     """Return the host memory by kind of a rank that only hosts an engine."""
     processes = OVERHEADS.trainer_process + OVERHEADS.engine_process
     sizes = {"processes": processes, "engine weights": _backup_bytes(job, engine)}
-    if job.settings.training.router_replay == "R3":
-        sizes["routed experts"] = _cached_expert_bytes(job, engine)
+    if job.settings.training.replays_engine:
+        sizes["replayed choices"] = _cached_expert_bytes(job, engine)
     return sizes
 
 
@@ -365,9 +368,9 @@ def _backup_bytes(job: PlannedJob, engine: EngineMemory) -> float:
 
 
 def _kept_by_an_engines_host(job: PlannedJob, sub_phase: SubPhase) -> float:
-    """Return the bytes of routed experts that an engine's host keeps until it sends them to training ranks.
+    """Return the bytes of experts and keys that an engine's host keeps until it sends them to training ranks.
 
-    Samples begun for later steps count as complete. An engine on its own GPUs always holds the experts of a full step.
+    Samples begun for later steps count as complete. An engine on its own GPUs always holds those of a full step.
     """
     has_a_step = sub_phase in (SubPhase.GENERATE, SubPhase.SCORE) or not job.settings.shares_devices
     return _replayed_bytes(job) / job.num_engines * (has_a_step + job.settings.steps_ahead)
@@ -376,13 +379,16 @@ def _kept_by_an_engines_host(job: PlannedJob, sub_phase: SubPhase) -> float:
 def _replayed_bytes(job: PlannedJob) -> float:
     model = job.model
     tokens = job.settings.samples_per_step * job.mean_seq_len
-    return tokens * model.num_moe_layers * model.experts_per_token * expert_id_bytes(model.num_experts)
+    experts = model.num_moe_layers * model.experts_per_token * expert_id_bytes(model.num_experts)
+    indexer = job.replayed_indexer
+    return tokens * (experts + (len(indexer.layers) * indexer.topk * KEY_BYTES if indexer else 0))
 
 
 def _cached_expert_bytes(job: PlannedJob, engine: EngineMemory) -> float:
     """Return the bytes that SGLang keeps for the tokens in an engine's KV cache: int32 for each layer."""
-    slots = engine.kv_cache_tokens / job.engine_parallelism.replicas * (job.settings.training.router_replay == "R3")
-    return 4 * slots * job.model.num_layers * job.model.experts_per_token
+    slots = engine.kv_cache_tokens / job.engine_parallelism.replicas * job.settings.training.replays_engine
+    keys = job.replayed_indexer.topk if job.replayed_indexer else 0
+    return 4 * slots * job.model.num_layers * (job.model.experts_per_token + keys)
 
 
 def _checkpoint_host_bytes(job: PlannedJob, sub_phase: SubPhase) -> float:

@@ -11,6 +11,7 @@ from torch import Tensor
 from grpo_mp import platform
 from grpo_mp.policy.routing_replay import RoutingReplay
 from grpo_mp.policy.shared_prompt_attention import packed_sequences, shared_prompt_params
+from grpo_mp.policy.sparse_attention import replay_keys
 from grpo_mp.utils.types import MicroBatch, copy_to
 
 # LossFunction gets logprobs [T] and entropies [T], OutputLoss the last stage's output. Both return a loss and a report.
@@ -67,7 +68,7 @@ def _run(
         if replay is None:
             return _forward(model, batch), loss_for(batch)
         replay.begin_forward(model, batch)
-        output = _forward(model, batch)
+        output = _forward(model, batch, replay.key_layers)
         replay.end_forward(model)
         return output, loss_for(batch)
 
@@ -86,12 +87,13 @@ def _run(
     )
 
 
-def _forward(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
+def _forward(model: torch.nn.Module, batch: MicroBatch, key_layers: Sequence[int] = ()) -> Tensor:
     device = platform.device()
     if any(rows.count for rows in batch.prompt_rows):
         packed = shared_prompt_params(batch.lengths, batch.prompt_rows, batch.positions, device)
     else:
         packed = packed_sequences(batch.lengths, device)
+        replay_keys(packed, batch, key_layers)
     output: Tensor = model(
         copy_to(batch.tokens[None], device),
         copy_to(batch.positions[None], device),

@@ -63,7 +63,9 @@ class Policy(TrainedModel):
         self.expert_load = ExpertLoad(self.models(), self.config.num_layers, self.config.num_moe_experts or 0)
         self.mtp_loss = MtpLoss(settings.model.mtp_loss_scaling_factor) if settings.model.trains_mtp else None
         if settings.training.router_replay != "none":
-            self.replay = RoutingReplay(self.chunks, self.config.num_moe_experts or 0)
+            self.replay = RoutingReplay(
+                self.chunks, self.config.num_moe_experts or 0, with_keys=settings.training.replays_keys
+            )
         # The reference computes no logprobs with the multi-token-prediction layer, so it has no copy of that layer.
         trained = self.trained_tensors.items()
         decoder = {name: tensor for name, tensor in trained if not is_of_mtp(self.params[name], hf)}
@@ -160,6 +162,11 @@ class Policy(TrainedModel):
     def moe_layers(self) -> tuple[int, ...]:
         """Return the layer numbers of this rank's routers that replay experts; () without routing replay."""
         return self.replay.layers if self.replay else ()
+
+    @property
+    def key_layers(self) -> tuple[int, ...]:
+        """Return the layer numbers of this rank's indexers whose keys are replayed."""
+        return self.replay.key_layers if self.replay else ()
 
     def weight_shards(self) -> dict[str, int]:
         """Return weight name -> tensor-parallel part, for the names in `weights`."""

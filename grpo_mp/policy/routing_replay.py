@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from grpo_mp import platform
 from grpo_mp.policy.deepseek import GroupLimitedTopk, Topk
+from grpo_mp.policy.sparse_attention import store_keys
 from grpo_mp.utils.errors import UserError
-from grpo_mp.utils.types import MicroBatch, RoutedExperts, copy_to, expert_id_bytes
+from grpo_mp.utils.types import MicroBatch, ReplayedChoices, copy_to, expert_id_bytes
 
 Target = tuple[Tensor, Tensor]  # rows [n] of a micro-batch, and the experts [n, top-k] to replay there
 
@@ -66,9 +67,11 @@ class LayerReplay:
 
 
 class RoutingReplay:
-    """Routing replay of all routers on this rank."""
+    """Routing replay of all routers, and of all indexers, on this rank."""
 
-    def __init__(self, chunks: Sequence[nn.Module], num_experts: int) -> None:
+    def __init__(self, chunks: Sequence[nn.Module], num_experts: int, with_keys: bool = False) -> None:
+        """Set up the replay in `chunks`. `with_keys`: and of the keys of sparse attention."""
+        self.key_layers = store_keys(chunks) if with_keys else ()  # layers with an indexer, from 0, ascending
         self._by_chunk = {id(chunk): [_replay_in(router) for router in decoder_routers(chunk)] for chunk in chunks}
         self._replays = sorted((replay for of in self._by_chunk.values() for replay in of), key=lambda each: each.layer)
         self._dtype = torch.uint8 if expert_id_bytes(num_experts) == 1 else torch.int16
@@ -94,7 +97,7 @@ class RoutingReplay:
         if routed is not None:
             rows = copy_to(routed.rows, device)
             for replay in self._by_chunk[id(chunk)]:
-                experts = routed.experts[:, self.layers.index(replay.layer)]
+                experts = routed.ids[:, self.layers.index(replay.layer)]
                 replay.target = rows, copy_to(experts, device)
 
     def end_forward(self, chunk: nn.Module) -> None:
@@ -108,12 +111,12 @@ class RoutingReplay:
         """Record the routers' choices until `take_recorded`."""
         self._recorded = {layer: [] for layer in self.layers}
 
-    def take_recorded(self) -> list[RoutedExperts]:
+    def take_recorded(self) -> list[ReplayedChoices]:
         """Stop recording; return the recorded experts of each micro-batch, [] without routers."""
         recorded = self._recorded or {}
         self._recorded = None
         by_microbatch = [torch.stack(layers, dim=1).cpu() for layers in zip(*recorded.values(), strict=True)]
-        return [RoutedExperts(torch.tensor([[0, len(each)]], dtype=torch.int32), each) for each in by_microbatch]
+        return [ReplayedChoices(torch.tensor([[0, len(each)]], dtype=torch.int32), each) for each in by_microbatch]
 
     def take_counts(self) -> tuple[int, int]:
         """Return and reset two counts of training passes: replayed experts not chosen by the router, and all replayed.

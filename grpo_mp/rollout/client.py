@@ -1,7 +1,6 @@
 """HTTP client of one SGLang server: generation, weight updates, memory and health."""
 
 import asyncio
-import base64
 import hashlib
 import logging
 import math
@@ -19,7 +18,7 @@ from grpo_mp.config.sections import PauseMode
 from grpo_mp.config.truncation import MAX_KEPT, TopP, truncation_of
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.rollout.concurrency import EngineLoad, read_load
-from grpo_mp.rollout.routed_experts import read_routed_experts
+from grpo_mp.rollout.routed_experts import read_choices, read_keys
 from grpo_mp.utils.errors import EngineError, EngineTimeout, UserError
 from grpo_mp.utils.types import ExpertIds, KeptTokens
 
@@ -178,8 +177,8 @@ class EngineClient:
     ) -> list[EngineOutput]:
         """Draw `count` responses to one prompt.
 
-        `routing`: shape of the model, to also return the routed experts of each token; `routed_tokens`: number of
-        leading tokens to return no experts for. The request waits while generation is paused. Cancelling the call
+        `routing`: see `recorded_shape`, to also return the choices for each token; `routed_tokens`: number of
+        leading tokens to return no choices for. The request waits while generation is paused. Cancelling the call
         ends its responses in the engine within seconds.
         """
         body = {
@@ -188,6 +187,7 @@ class EngineClient:
             "return_logprob": True,
             "return_sampling_mask": sampling.with_kept,
             "return_routed_experts": routing is not None,
+            "return_indexer_topk": routing is not None and routing.indexer is not None,
             "routed_experts_start_len": routed_tokens,
         }
         reply = await self._generate(body, count)
@@ -197,13 +197,15 @@ class EngineClient:
         return [self._parse_output(output, len(prompt_tokens), routing, routed_tokens) for output in outputs]
 
     async def check_routed_experts(self, routing: ModelShape) -> None:
-        """Generate two tokens and check that the response contains their routed experts."""
-        (output,) = await self.generate((1, 2, 3), SamplingParams(max_response_tokens=2), routing=routing)
+        """Generate two tokens and check that the response contains their choices."""
+        prompt = (1, 2, 3, *[1] * (routing.indexer.topk if routing.indexer else 0))
+        (output,) = await self.generate(prompt, SamplingParams(max_response_tokens=2), routing=routing)
         if output.routed_experts is None:
+            chosen = "experts and keys" if routing.indexer else "experts"
             raise self._error(
                 "/generate",
-                "SGLang does not return the experts that it chooses, with this model and these engine.args: set "
-                "training.router_replay=R2 or none",
+                f"SGLang does not return the {chosen} that it chooses, with this model and these engine.args: set "
+                f"training.router_replay={'R3, ' if routing.indexer else ''}R2 or none",
             )
 
     async def parse_tool_calls(
@@ -238,18 +240,18 @@ class EngineClient:
         reply = await self._call("POST", "/generate", body)
         return [[entry[0] for entry in output["meta_info"]["input_token_logprobs"][1:]] for output in reply]
 
-    async def chosen_keys(self, tokens: Sequence[int], layers: int) -> npt.NDArray[np.int32]:
-        """Return the positions that each token but the last attends to, [T - 1, layers, top-k]; -1: no key left.
+    async def chosen_keys(self, tokens: Sequence[int], shape: ModelShape) -> npt.NDArray[np.int32]:
+        """Return the positions that each token but the last attends to, [T - 1, indexers, top-k]; see `read_keys`.
 
-        The engine needs the argument `enable_return_indexer_topk`. `layers`: number of layers of the decoder. A layer
-        without an indexer repeats the choice of the nearest earlier layer with an indexer.
+        The engine needs the argument `enable_return_indexer_topk`.
         """
         sampling = {"max_new_tokens": 0, "temperature": 1.0}
         body = {"input_ids": list(tokens), "sampling_params": sampling, "return_indexer_topk": True}
         meta = (await self._call("POST", "/generate", body))["meta_info"]
-        if not meta.get("indexer_topk"):
-            raise self._error("/generate", "returned no keys that an indexer has chosen")
-        return np.frombuffer(base64.b64decode(meta["indexer_topk"]), np.int32).reshape(len(tokens) - 1, layers, -1)
+        keys = read_keys(meta, len(tokens) - 1, shape)
+        if keys is None:
+            raise self._error("/generate", "returned no positions of the keys that its indexers chose")
+        return keys
 
     async def decode(
         self, token_lists: Sequence[Sequence[int]], count: int, replica: int | None = None
@@ -386,7 +388,7 @@ class EngineClient:
             aborted=reason == "abort",
             verify_steps=meta.get("spec_verify_ct", 0),
             cached_tokens=meta.get("cached_tokens", 0),
-            routed_experts=read_routed_experts(meta, computed, routing, routed_tokens) if routing else None,
+            routed_experts=read_choices(meta, computed, routing, routed_tokens) if routing else None,
             kept=kept,
         )
 

@@ -5,7 +5,7 @@ An episode that forked has a row for each of its token sequences; the last row h
 
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
@@ -147,7 +147,7 @@ def _row_of(group: SampleGroup, sample: Sample, selected: bool) -> Row:
         "messages": as_json(sample.messages),
         "extra": as_json(sample.extra),
         "routed_experts": None if experts is None else experts.tobytes(),
-        "routed_experts_shape": None if experts is None else experts.shape,
+        "routed_experts_shape": None if experts is None else _sizes(experts),
         "kept_ids": sample.kept and sample.kept.ids,
         "kept_counts": sample.kept and sample.kept.counts,
     }
@@ -204,9 +204,24 @@ def _kept(ids: list[int] | None, counts: list[int] | None) -> KeptTokens | None:
     return None if ids is None else KeptTokens(np.array(ids, np.int32), np.array(counts, np.int32))
 
 
+def _sizes(choices: ExpertIds) -> tuple[int, ...]:
+    """Return [tokens, MoE layers, top-k]; with keys [tokens, MoE layers, top-k, indexers, keys]."""
+    fields: Mapping[str, Any] = choices.dtype.fields or {}
+    return choices.shape + tuple(size for kind, *_ in fields.values() for size in kind.shape)
+
+
 def experts_of(content: bytes | None, shape: list[int] | None) -> ExpertIds | None:
-    """Return stored expert ids as an array: uint8 if `content` has one byte for each element of `shape`, else int16."""
+    """Return stored choices as an array: expert ids are uint8 if `content` has one byte for each of them, else int16.
+
+    `shape`: see `_sizes`.
+    """
     if content is None or shape is None:
         return None
-    dtype: type[np.integer[Any]] = np.uint8 if len(content) == math.prod(shape) else np.int16
-    return np.frombuffer(content, dtype).reshape(shape).copy()  # frombuffer returns a read-only array
+    tokens = shape[0]
+    sizes = tuple(shape[1:3])
+    of_keys = tuple(shape[3:])
+    keys = 4 * math.prod(of_keys) if of_keys else 0
+    ids = np.dtype(np.uint8 if len(content) == tokens * (math.prod(sizes) + keys) else np.int16)
+    dtype = np.dtype([("experts", ids, sizes), ("keys", np.int32, of_keys)]) if of_keys else ids
+    # frombuffer returns a read-only array
+    return np.frombuffer(content, dtype).reshape(tokens if of_keys else shape).copy()

@@ -17,6 +17,7 @@ from grpo_mp.models.weight_formats import BLOCKWISE_FP8, MXFP8
 from grpo_mp.platform.cuda_libraries import cuda_environment
 from grpo_mp.rollout.engine_layout import ATTENTION_BACKENDS, attention_replicas, precision_arguments
 from grpo_mp.rollout.engine_main import ARGUMENTS
+from grpo_mp.rollout.routed_experts import RETURN_KEYS
 from grpo_mp.rollout.sglang_source import argument_names, model_classes, source_folder
 from grpo_mp.rollout.shared_memory import LOADER
 from grpo_mp.utils.errors import UserError, did_you_mean
@@ -27,7 +28,6 @@ DP_ATTENTION_PORTS = 14  # data-parallel attention uses the rendezvous port p, p
 SPARSE_BACKEND = "dsa"
 FP32_HEAD = "enable_fp32_lm_head"
 CONTEXT_SLACK_TOKENS = 8  # SGLang reserves a few positions of the context
-RETURN_KEYS = "enable_return_indexer_topk"
 STATES_PER_REQUEST = 4  # of gated delta nets: up to three of a running request, and one in the prefix cache
 
 # Arguments that users cannot set, with the setting to use instead, if any.
@@ -41,6 +41,7 @@ RESERVED = {
     "trust_remote_code": "model.trust_remote_code",
     "preferred_sampling_params": "rollout.temperature and rollout.top_p",
     "enable_return_routed_experts": "training.router_replay=R3",
+    RETURN_KEYS: "training.router_replay=R3_keys",
     "skip_tokenizer_init": "rollout.stop",
     **dict.fromkeys(
         (
@@ -54,7 +55,7 @@ RESERVED = {
         (
             *("host", "port", "nccl_port", "dist_init_addr", "nnodes", "node_rank", "base_gpu_id", "device"),
             *("context_length", "served_model_name", "api_key", "admin_api_key", "tokenizer_path", "load_format"),
-            *("enable_memory_saver", "sampling_defaults", "skip_server_warmup", "custom_weight_loader", RETURN_KEYS),
+            *("enable_memory_saver", "sampling_defaults", "skip_server_warmup", "custom_weight_loader"),
         ),
         "",
     ),

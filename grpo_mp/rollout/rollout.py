@@ -18,7 +18,7 @@ from grpo_mp.checkpoint.hf_reader import has_hf_weights
 from grpo_mp.config.data_sections import EvalSetConfig
 from grpo_mp.config.sections import EngineConfig, ModelConfig, RolloutConfig
 from grpo_mp.data.self_teacher import SelfTeacher
-from grpo_mp.distributed.layout import model_shape
+from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.distributed.process_groups import Job
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rewards.scorer import RewardStats, Scorer, sum_stats
@@ -36,7 +36,7 @@ from grpo_mp.rollout.reward_servers import (
     RewardServers,
     score_groups,
 )
-from grpo_mp.rollout.routed_experts import ARGUMENT
+from grpo_mp.rollout.routed_experts import ARGUMENT, RETURN_KEYS
 from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import RolloutTask, RolloutWorker, give_back, pause_running
@@ -52,7 +52,7 @@ class RolloutParts:
 
     `episodes`: parts of multi-turn rollouts; None: a rollout is a single response. `teachers`: compute their logprobs
     of sampled tokens, for distillation; `self_teacher`: writes the prompts of the policy as a teacher. `served`: see
-    `served_models`. `records_experts`: samples record their routed experts, for R3. `has_engines`: False: a replay.
+    `served_models`. `recorded`: see `recorded_shape`. `has_engines`: False: a replay.
     """
 
     hf: HfConfig
@@ -62,7 +62,7 @@ class RolloutParts:
     teachers: Teachers | None = None
     self_teacher: SelfTeacher | None = None
     served: Mapping[str, ServedModelConfig] = field(default_factory=dict)
-    records_experts: bool = False
+    recorded: ModelShape | None = None
     has_engines: bool = True
 
 
@@ -89,7 +89,7 @@ class Rollout:
         self._seed = base.seed
         placements = engine_placements(engine, job.world_size, job.ranks_per_node) if parts.has_engines else ()
         self.host_ranks = engine_host_ranks(placements)
-        self.routing = model_shape(parts.hf) if parts.records_experts else None
+        self.routing = parts.recorded
         self.owns_devices = engine.owns_devices
         self._loop = EventLoopThread(f"engine of rank {job.rank}")
         self._pause = asyncio.Event()
@@ -355,7 +355,8 @@ def engine_spec(
     precision = precision_arguments(engine.args, parts.hf, base.cpu)
     in_flight = engine.most_groups(rollout) * rollout.group_size
     defaults = {} if base.cpu else cuda_defaults(engine.args, in_flight, rollout.group_timeout_s)
-    own = {ARGUMENT: True} if parts.records_experts else {}
+    own = {ARGUMENT: True} if parts.recorded else {}
+    own |= {RETURN_KEYS: True} if parts.recorded and parts.recorded.indexer else {}
     own |= speculative_arguments(engine, rollout)
     own |= {"enable_deterministic_inference": True} if engine.deterministic else {}
     reads_text = bool(rollout.stop) or rollout.function == "openai_agent"

@@ -31,7 +31,7 @@ from grpo_mp.data.prompts import PromptReader, PromptSet, load_eval_prompts, loa
 from grpo_mp.data.sets import DataSet, Item, overlap_warnings
 from grpo_mp.data.template_date import use_template_date
 from grpo_mp.distributed.coordinates import tp_size
-from grpo_mp.distributed.layout import model_shape
+from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.tokenizer import read_tokenizer
@@ -150,11 +150,11 @@ def check_engines(
     dtype: str,
     world_size: int,
     ranks_per_node: int,
-    replays_experts: bool = False,
+    recorded: ModelShape | None = None,
 ) -> WeightFormat | None:
     """Check placement and arguments of the engines against the model; return the format of the engines' projections.
 
-    `dtype`: model.dtype.
+    `dtype`: model.dtype; `recorded`: see `recorded_shape`.
     """
     cpu = not platform.on_cuda()
     if cpu and hf.is_text_part:
@@ -170,8 +170,8 @@ def check_engines(
         if form:
             check_blocks(parallelism, hf, form)
             check_kernels(engine.args, form, platform.compute_capability())
-    if replays_experts:
-        check_routed_experts(engine.args, argument_names(), model_shape(hf))
+    if recorded:
+        check_routed_experts(engine.args, argument_names(), recorded)
     return form
 
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:  # worker processes of tools import this module, and torch wou
 
 PerToken: TypeAlias = "float | torch.Tensor"  # value shared by all response tokens of a sample, or [response tokens]
 
-ExpertIds = npt.NDArray[np.integer[Any]]  # uint8 for layers of up to 256 experts, else int16
+# uint8 for layers of up to 256 experts, else int16. With keys of sparse attention, records `experts` and `keys`.
+ExpertIds = npt.NDArray[Any]
 
 LEAST_LOGPROB = -128.0  # lower bound of logprobs: its exp() is 0 in float32, and 0 * -infinity would be NaN
 NO_TOKEN = -1  # replaces a teacher's token that is not in the policy's vocabulary
@@ -251,26 +252,27 @@ class RowRange:
 
 
 @dataclass(frozen=True)
-class RoutedExperts:
-    """Expert choices to replay in the MoE layers of a rank, for some rows of the router's input. Kept on the host.
+class ReplayedChoices:
+    """Choices to replay in layers of a rank, for some rows of their input: experts, or keys. On the host.
 
-    Rows of the router's input: the tokens of the rank's context-parallel slice; with sequence parallelism, the part
-    of the slice that the tensor-parallel rank holds.
+    Rows of a router's input: the tokens of the rank's context-parallel slice; with sequence parallelism, the part
+    of the slice that the tensor-parallel rank holds. Rows of sparse attention: the tokens of the whole slice.
     """
 
     ranges: torch.Tensor  # int32 [m, 2], ascending: (first row, number of rows) of each consecutive range
-    experts: torch.Tensor  # uint8 or int16 [rows, layers, top-k]
+    ids: torch.Tensor  # [rows, layers, top-k]: experts, uint8 or int16; or positions of keys in the sequence, int32
+    keys: ReplayedChoices | None = None  # beside experts, with training.router_replay=R3_keys
 
     @property
     def rows(self) -> torch.Tensor:
         import torch
 
         starts, counts = self.ranges.long().unbind(1)
-        return torch.arange(len(self.experts)) + (starts - counts.cumsum(0) + counts).repeat_interleave(counts)
+        return torch.arange(len(self.ids)) + (starts - counts.cumsum(0) + counts).repeat_interleave(counts)
 
     @property
     def nbytes(self) -> int:
-        return self.ranges.nbytes + self.experts.nbytes
+        return self.ranges.nbytes + self.ids.nbytes
 
 
 @dataclass
@@ -310,7 +312,7 @@ class MicroBatch:
     # With a critic: value of the state before each target, float32, and its regression target, float64.
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
-    routed_experts: RoutedExperts | None = None  # None: routers choose the experts
+    routed_experts: ReplayedChoices | None = None  # None: routers choose the experts, and indexers the keys
     prompt_rows: tuple[RowRange, ...] = ()  # per sequence, the rows of its shared prompt; (): no prompt is shared
     entropy_floor: float = -math.inf  # [nats]; tokens with a lower entropy are masked out of the loss
     entropy_weight: float = 0.0  # 1 / number of tokens in the update over which the entropy bonus is averaged

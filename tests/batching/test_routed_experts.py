@@ -68,8 +68,8 @@ def test_rows_have_the_experts_of_their_tokens(one_rank_group: dist.ProcessGroup
         ):
             assert experts is not None
             tokens = batch.tokens[experts.rows]
-            assert np.array_equal(experts.experts.numpy(), experts_of((*tokens.tolist(), 0), dtype))
-            assert experts.experts.dtype == (torch.uint8 if dtype is np.uint8 else torch.int16)
+            assert np.array_equal(experts.ids.numpy(), experts_of((*tokens.tolist(), 0), dtype))
+            assert experts.ids.dtype == (torch.uint8 if dtype is np.uint8 else torch.int16)
             assert len(set(experts.rows.tolist())) == len(experts.rows)
             found_rows += len(experts.rows)
             # All that the loss needs: rows with a target that counts, of samples that have experts.
@@ -117,4 +117,4 @@ def test_a_stage_without_moe_layers_receives_no_experts(one_rank_group: dist.Pro
     job: Any = SimpleNamespace(world_size=1, engine_ranks=0, group=one_rank_group)
     (update,) = exchange_routed_experts(groups, infos, plan, layers=(), job=job)
     assert update
-    assert all(routed is not None and routed.experts.shape == (0, 0, TOPK) for routed in update)
+    assert all(routed is not None and routed.ids.shape == (0, 0, TOPK) for routed in update)

@@ -124,7 +124,7 @@ def compare(policy: Policy, update: Sequence[MicroBatch], replays: bool) -> Mism
     for number, batch in enumerate(update):
         assert batch.routed_experts
         rows = batch.routed_experts.rows.long()
-        experts = batch.routed_experts.experts.long()
+        experts = batch.routed_experts.ids.long()
         for layer, routing_map in enumerate(used[number * len(routers) : (number + 1) * len(routers)]):
             differing += int((~routing_map[rows].gather(1, experts[:, layer])).sum())
             chosen += experts[:, layer].numel()

@@ -34,7 +34,7 @@ def test_an_engine_chooses_the_keys_that_the_policy_does(start_job: StartJob, tm
             "data.eval={}",
             "run.steps=2",
             "run.export=true",
-            "training.router_replay=R3",
+            "training.router_replay=R3_keys",
             "rollout.max_response_tokens=32",
         )
     )
@@ -43,6 +43,7 @@ def test_an_engine_chooses_the_keys_that_the_policy_does(start_job: StartJob, tm
     for step in steps:
         assert step["rollout/response_length/mean"] > 1.5 * TOPK
         assert step["train/grad_norm"] > 0
+        assert step["rollout/samples_without_routed_experts"] == 0
         assert step["mismatch/logprob_abs_diff/mean"] <= 1e-5
         assert step["mismatch/logprob_abs_diff/max"] <= 1e-4
     before, after = map(tensors, (model, run / "final"))

@@ -291,10 +291,15 @@ REPLAYED = {  # a model of each kind of router -> layouts
     "gpt_oss": ("one", "tp2_ep2"),
     "minimax_m2": ("one",),
     "hy_v3": ("one",),
-    "glm_moe_dsa": ("one", "tp2_ep2", "cp2", "pp2"),
     "glm4_moe_lite_mtp": ("one",),  # the layer that predicts ahead routes by itself
 }
 REPLAY = {"router_replay": "R3"}  # routers take experts that samples bring
+REPLAY_KEYS = {"router_replay": "R3_keys"}
+REPLAYED_KEYS = {
+    "glm_moe_dsa": ("one", "tp2_ep2", "cp2", "pp2"),  # layers that share keys
+    "deepseek_v32": ("one", "tp2_cp2"),
+    "glm_moe_dsa_mtp": ("one", "tp2_ep2"),
+}
 REPLAY_SELECTIVE = REPLAY | {"recompute": "selective", "megatron_args": {"recompute_modules": ["moe"]}}
 # What divides a sequence, an update, a vocabulary or experts; of one sequence to a micro-batch, and of many.
 SUPERVISED = {
@@ -371,6 +376,8 @@ ALL = [
     *each(OVERLAPPED, ["updates"], "overlapped", training=OVERLAP),
     *each(FAMILY, ["family"], "family"),
     *each(REPLAYED, ["replayed"], "replayed", training=REPLAY),
+    *each(REPLAYED_KEYS, ["replayed"], "replayed", training=REPLAY_KEYS),
+    Case("glm_moe_dsa", "one", ("replayed",), "replayed_full", REPLAY_KEYS | {"recompute": "full"}),
     Case("deepseek_v3", "pp2_vpp2", ("replayed",), "replayed_full", REPLAY | {"recompute": "full"}),
     Case("deepseek_v3", "one", ("replayed",), "replayed_selective", REPLAY_SELECTIVE),
     Case("deepseek_v3", "tp2", ("replayed",), "replayed_shared", REPLAY | SHARE),

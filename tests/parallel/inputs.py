@@ -14,7 +14,7 @@ from grpo_mp.algorithms.presets import PRESETS
 from grpo_mp.batching.shared_prompts import SamplePrompt
 from grpo_mp.batching.updates import PackingRule, UpdatePlan, microbatches, plan_updates
 from grpo_mp.config import Settings, check_settings
-from grpo_mp.distributed.layout import ModelShape
+from grpo_mp.distributed.layout import IndexerShape, ModelShape
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.utils.types import MicroBatch, Sample
 from tests.parallel.cases import LORA, SMALL, Case
@@ -111,8 +111,11 @@ def reference_logprobs(old: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return old + 0.3 * torch.sin(tokens.float())
 
 
-def with_experts(samples: Sequence[Sample], shape: ModelShape) -> tuple[Sample, ...]:
-    """The samples with random experts, which those of a group share in their prompt; every third group has none."""
+def with_choices(samples: Sequence[Sample], shape: ModelShape) -> tuple[Sample, ...]:
+    """The samples with random experts, which those of a group share in their prompt; every third group has none.
+
+    Of a model with indexers also random keys.
+    """
 
     def draw(rows: int, *seed: int) -> np.ndarray:
         sizes = (rows, shape.num_moe_layers, shape.num_experts)
@@ -122,9 +125,26 @@ def with_experts(samples: Sequence[Sample], shape: ModelShape) -> tuple[Sample, 
         response = draw(len(sample.tokens) - 1, sample.group_id, sample.index)
         return np.concatenate((draw(len(sample.prompt_tokens), sample.group_id), response))
 
+    def choices(sample: Sample) -> np.ndarray:
+        return with_keys(experts(sample), shape.indexer, sample.index) if shape.indexer else experts(sample)
+
     return tuple(
-        sample if sample.group_id % 3 == 1 else replace(sample, routed_experts=experts(sample)) for sample in samples
+        sample if sample.group_id % 3 == 1 else replace(sample, routed_experts=choices(sample)) for sample in samples
     )
+
+
+def with_keys(experts: np.ndarray, indexer: IndexerShape, seed: int) -> np.ndarray:
+    """Add random keys: of a token after the first top-k, positions up to its own; of others -1."""
+    sizes = (len(indexer.layers), indexer.topk)
+    kinds = [("experts", experts.dtype, experts.shape[1:]), ("keys", np.int32, sizes)]
+    choices = np.empty(len(experts), np.dtype(kinds))
+    choices["experts"] = experts
+    choices["keys"] = -1
+    generator = np.random.default_rng(seed)
+    for position in range(indexer.topk, len(experts)):
+        draws = generator.random((sizes[0], position + 1)).argsort(-1)
+        choices["keys"][position] = draws[:, : indexer.topk]
+    return choices
 
 
 def settings_of(case: Case, model: Path) -> Settings:

@@ -35,12 +35,12 @@ from grpo_mp.trainer.metrics import mtp_metrics, reduce_report
 from grpo_mp.trainer.replica_check import check_replicas
 from grpo_mp.trainer.sft_step import pack_samples, reduce_sums
 from grpo_mp.utils.errors import EarlyStopError
-from grpo_mp.utils.types import MicroBatch, Prompt, Sample, SampleGroup
+from grpo_mp.utils.types import MicroBatch, Prompt, ReplayedChoices, Sample, SampleGroup
 from tests.algorithms.objective import loss_of
 from tests.assembly import assembly_of
 from tests.parallel.cases import SMALL, Case
 from tests.parallel.chats import CHATS, chat_set
-from tests.parallel.inputs import FAMILY, SAVED_AFTER, StepSamples, plan_step, step_microbatches, with_experts
+from tests.parallel.inputs import FAMILY, SAVED_AFTER, StepSamples, plan_step, step_microbatches, with_choices
 from tests.parallel.remembered import Remembered
 from tests.policy.by_megatron import copies, load_by_megatron, unequal
 from tests.save_policy import save_policy
@@ -264,16 +264,19 @@ def replayed(bench: Bench) -> Result:
     parallel = bench.parallel
     loss = loss_of(bench.settings.algorithm)
     assert policy.replay
-    groups = _groups(bench, with_experts(bench.given.samples, model_shape(policy.hf)))
+    groups = _groups(bench, with_choices(bench.given.samples, model_shape(policy.hf)))
     infos = all_gather_sample_info(groups, parallel.cpu_group)
     plan = plan_step(bench.given, bench.settings, parallel)[:1]
-    (experts,) = exchange_routed_experts(groups, infos, plan, policy.moe_layers, parallel.job)
+    (experts,) = exchange_routed_experts(groups, infos, plan, policy.moe_layers, parallel.job, policy.key_layers)
     plain = bench.updates[0]
     batches = [replace(batch, routed_experts=of) for batch, of in zip(plain, experts, strict=True)]
     policy.logprobs(batches)  # forwards without a backward leave nothing behind
     policy.compute_gradients(batches, loss)
     counts = policy.replay.take_counts()
     shards = _gradients(policy)
+    policy.compute_gradients([replace(each, routed_experts=_without_keys(each)) for each in batches], loss)
+    own_keys = _gradients(policy)
+    policy.replay.take_counts()
     policy.compute_gradients(plain, loss)
     own = _gradients(policy)
     plain_outputs, recorded = policy.record_routing(plain)
@@ -282,11 +285,17 @@ def replayed(bench: Bench) -> Result:
         "shards": shards,
         "held": _held(policy),
         "counts": counts,
+        "keys": sum(of.keys.ids.numel() for of in experts if of and of.keys),
+        "unlike_own_keys": [name for name, gradient in shards.items() if not gradient.equal(own_keys[name])],
         "unlike_plain": [name for name, gradient in shards.items() if not gradient.equal(own[name])],
         "changed": [name for name, gradient in _gradients(policy).items() if not gradient.equal(own[name])],
         "recorded": policy.replay.take_counts(),
         "logprobs_kept": all(map(torch.equal, plain_outputs, policy.logprobs(recorded))),
     }
+
+
+def _without_keys(batch: MicroBatch) -> ReplayedChoices | None:
+    return batch.routed_experts and replace(batch.routed_experts, keys=None)
 
 
 def supervised(bench: Bench) -> Result:

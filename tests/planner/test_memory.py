@@ -54,7 +54,7 @@ def test_experts_to_replay_and_those_that_sglang_keeps() -> None:
         (partial, SubPhase.GENERATE, 3 * step / 8 + step / 16),
         (partial, SubPhase.SYNC, 2 * step / 8 + step / 16),
     ):
-        assert plan.host[sub_phase]["routed experts"] == pytest.approx(in_cache + kept)
+        assert plan.host[sub_phase]["replayed choices"] == pytest.approx(in_cache + kept)
 
 
 def test_residency_by_phase() -> None:

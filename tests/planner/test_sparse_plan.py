@@ -12,6 +12,7 @@ from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.engine_memory import engine_memory
 from grpo_mp.planner.engine_use import generation_use, samples_per_engine
 from grpo_mp.planner.job import PlannedJob, make_job
+from grpo_mp.planner.memory import SubPhase, plan_memory
 from grpo_mp.planner.model_configs import named_config
 from grpo_mp.planner.parameter_count import local_parameter_counts
 from grpo_mp.planner.resource_use import (
@@ -123,6 +124,26 @@ def test_keys_that_layers_share_are_held_until_the_backward_pass(recompute: str,
     in_flight = min(4, job.packing.microbatches)
     assert activation_bytes(job, 0, 0.0) - activation_bytes(without, 0, 0.0) == pytest.approx(in_flight * held)
     assert forward_bytes(job, 0) - forward_bytes(without, 0) == pytest.approx(held)
+
+
+def test_replayed_keys_and_their_buffers_are_counted() -> None:
+    """Of GLM-5.2's 78 layers 21 choose 2,048 keys for a token, and SGLang's buffers have all layers, in int32."""
+    given = with_training(job_of("GLM-5.2", STAGES, CONTEXT), recompute="full", router_replay="R3")
+    job = with_training(given, router_replay="R3_keys")
+    before = plan_memory(given)
+    after = plan_memory(job)
+    tokens = 128 * 8 * job.mean_seq_len
+    slots = 8 * after.engine.kv_cache_tokens / 32
+    buffer = slots * 78 * TOPK * 4
+    of_step = tokens * len(WITH_INDEXER) * TOPK * 4
+    host = [plan.host[SubPhase.TRAIN]["replayed choices"] for plan in (before, after)]
+    assert host[1] - host[0] == pytest.approx(buffer + of_step * 8 / 128)
+    assert after.engine.key_buffer == 8192 * 78 * TOPK * 4
+    more = 6 * TOPK * 4 * 4096 / CONTEXT  # on the first stage
+    assert forward_bytes(job, 0) - forward_bytes(given, 0) == pytest.approx(more)
+    # With R3 the largest layer of GLM-5 holds its own keys, and the others hold none in a forward pass.
+    each = [with_training(job_of("GLM-5", "Et*19|t*19|t*20|t*20L"), router_replay=of) for of in ("R3", "R3_keys")]
+    assert forward_bytes(each[1], 0) - forward_bytes(each[0], 0) == pytest.approx((19 * 8 - 4) * TOPK * 4096)
 
 
 def test_with_an_indexer_in_each_layer_keys_are_saved_as_activations() -> None:

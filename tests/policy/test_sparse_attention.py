@@ -1,22 +1,30 @@
 """Sparse attention: dense where an indexer may choose all keys, indexers that stay as they are, stages, versions."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from grpo_mp.batching.microbatches import MicroBatchPlan
+from grpo_mp.batching.packing import pack
 from grpo_mp.config.sections import LayoutConfig, ModelConfig, TrainingConfig
+from grpo_mp.distributed.layout import model_shape
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.policy.forward import sequence_logits
-from grpo_mp.policy.load_models import policy_tensors
+from grpo_mp.policy.forward import forward_only, sequence_logits
+from grpo_mp.policy.load_models import policy_tensors, transformers_model
 from grpo_mp.policy.policy import check_policy
+from grpo_mp.policy.routing_replay import RoutingReplay
 from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.types import ReplayedChoices, Sample
 from tests.checkpoint.helpers import policy_of
+from tests.parallel.inputs import with_keys
 from tests.sparse_attention import IS_COMPUTED, needs_megatron
 from tools.tiny.models import PUBLISHED_KEYS, make_tiny, make_tokenizer
 
@@ -60,6 +68,57 @@ def test_with_as_many_keys_as_tokens_it_is_deepseek_v3(family: str, make_model: 
     by_token = (some - dense).abs().amax(1) / scale
     assert by_token[:16].max() <= 2e-6
     assert by_token[17:].min() > 1e-4
+
+
+@needs_megatron
+def test_replayed_keys_are_those_of_transformers(make_model: MakeModel) -> None:
+    """Two packed samples; transformers' indexers return the same random keys."""
+    folder = make_model("glm_moe_dsa", index_topk=16)
+    hf = HfConfig.read(folder)
+    shape = model_shape(hf)
+    indexer = shape.indexer
+    assert indexer is not None
+    draw = np.random.default_rng(0)
+    samples = [
+        Sample.from_tokens(i, draw.integers(1, 60, 5).tolist(), draw.integers(1, 60, length).tolist())
+        for i, length in enumerate((40, 25))
+    ]
+    lengths = tuple(sample.total_tokens for sample in samples)
+    keys = [with_keys(np.zeros((length, 1, 1)), indexer, seed=i)["keys"] for i, length in enumerate(lengths)]
+    expected = [
+        logprobs_with_keys(folder, (*sample.prompt_tokens, *sample.tokens), of_sample, sorted(indexer.layers))
+        for sample, of_sample in zip(samples, keys, strict=True)
+    ]
+    batch = pack(samples, [0.0] * 2, [0.0] * 2, MicroBatchPlan((0, 1), lengths), align=1)
+    rows = [range(start, start + length - indexer.topk) for start, length in ((16, 45), (45 + 16, 30))]
+    ranges = torch.tensor([[each.start, len(each)] for each in rows], dtype=torch.int32)
+    ids = torch.from_numpy(np.concatenate([of_sample[indexer.topk :] for of_sample in keys]))
+    with policy_tensors(folder) as (model, _):
+        replay = RoutingReplay([model], hf.int("n_routed_experts"), with_keys=True)
+        no_experts = torch.empty(0, len(replay.layers), shape.experts_per_token, dtype=torch.uint8)
+        no_rows = torch.empty(0, 2, dtype=torch.int32)
+        replayed = replace(batch, routed_experts=ReplayedChoices(no_rows, no_experts, ReplayedChoices(ranges, ids)))
+        with_own, with_given = (forward_only([model], [each], replay)[0][0] for each in (batch, replayed))
+    given = torch.cat([part[4 : length - 1] for part, length in zip(with_given.split(lengths), lengths, strict=True)])
+    own = torch.cat([part[4 : length - 1] for part, length in zip(with_own.split(lengths), lengths, strict=True)])
+    actual = torch.cat([part[4:] for part in expected])
+    assert (given - actual).abs().max() <= 1e-5
+    assert (own - actual).abs().max() > 1e-3
+
+
+@torch.no_grad()
+def logprobs_with_keys(folder: Path, tokens: Sequence[int], keys: np.ndarray, layers: Sequence[int]) -> torch.Tensor:
+    """Compute logprobs [T - 1] in transformers, where indexers return `keys` [T, layers, top-k] unless they are -1."""
+    model = transformers_model(folder, torch.float32)
+    for number, layer in enumerate(layers):
+        given = torch.from_numpy(keys[:, number])
+
+        def replace_keys(_: Any, __: Any, chosen: torch.Tensor, given: torch.Tensor = given) -> torch.Tensor:
+            return torch.where(given[None] >= 0, given[None].to(chosen.dtype), chosen)
+
+        model.model.layers[layer].self_attn.indexer.register_forward_hook(replace_keys)
+    logits = model(torch.tensor([list(tokens)])).logits[0]
+    return logits[:-1].log_softmax(-1).gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]
 
 
 @needs_megatron

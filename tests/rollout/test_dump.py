@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from pyarrow.parquet import ParquetFile
 
+from grpo_mp.distributed.layout import IndexerShape
 from grpo_mp.rollout.dump import read_facts, read_groups, write_groups
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import NO_TOKEN, KeptTokens, Prompt, Sample, SampleGroup, TopLogprobs
+from tests.parallel.inputs import with_keys
 
 PROMPT = Prompt(7, "How much?", (1, 2), "3")
 LOGPROB = float(np.float32(-0.1))
@@ -64,6 +66,18 @@ def test_routed_experts_come_back_in_their_type(dtype: type, tmp_path: Path) -> 
     assert read is not None
     assert read.dtype == dtype
     assert np.array_equal(read, experts)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16])
+def test_keys_come_back_beside_experts(dtype: type, tmp_path: Path) -> None:
+    indexer = IndexerShape(frozenset((0, 2)), heads=1, head_dim=4, topk=3)
+    choices = with_keys(np.arange(20, dtype=dtype).reshape(5, 2, 2), indexer, seed=0)
+    write_groups(tmp_path / "x", [SampleGroup(PROMPT, (replace(PLAIN, routed_experts=choices),))], {}, "")
+    ((group, _),) = read_groups(tmp_path / "x")
+    read = group.samples[0].routed_experts
+    assert read is not None
+    assert read.dtype == choices.dtype
+    assert np.array_equal(read, choices)
 
 
 def test_a_teachers_top_k_comes_back_bit_for_bit(tmp_path: Path) -> None:

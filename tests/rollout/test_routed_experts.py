@@ -2,20 +2,29 @@
 
 import base64
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from grpo_mp.distributed.layout import ModelShape, model_shape
+from grpo_mp.distributed.layout import IndexerShape, ModelShape, model_shape
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
 from grpo_mp.rollout.groups import joined
-from grpo_mp.rollout.routed_experts import ARGUMENT, check_routed_experts, known_tokens, read_routed_experts
+from grpo_mp.rollout.routed_experts import (
+    ARGUMENT,
+    check_replayed_keys,
+    check_routed_experts,
+    joined_routed_experts,
+    known_tokens,
+    read_choices,
+)
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import ExpertIds
 from tests.rollout.test_client import PROMPT, Ask, generate_while, send_weights
@@ -107,16 +116,72 @@ def encoded(values: Any) -> dict[str, str]:
 def test_what_no_router_chose_is_not_replayed(shape: ModelShape) -> None:
     sizes = (3, shape.num_layers, shape.experts_per_token)
     good = np.broadcast_to(np.arange(shape.experts_per_token), sizes).copy()
-    read = read_routed_experts(encoded(good), 3, shape)
+    read = read_choices(encoded(good), 3, shape)
     assert read is not None
     assert np.array_equal(read, good)
     for broken in (good[:2], good - 1, good + shape.num_experts, np.where(np.arange(3)[:, None, None] == 2, 0, good)):
-        assert read_routed_experts(encoded(broken), 3, shape) is None
-    assert read_routed_experts({}, 3, shape) is None
-    rest = read_routed_experts(encoded(good[:1]), 3, shape, known=2)
+        assert read_choices(encoded(broken), 3, shape) is None
+    assert read_choices({}, 3, shape) is None
+    rest = read_choices(encoded(good[:1]), 3, shape, known=2)
     assert rest is not None
     assert len(rest) == 1
-    assert read_routed_experts(encoded(good), 3, shape, known=2) is None
+    assert read_choices(encoded(good), 3, shape, known=2) is None
+
+
+def with_indexer(shape: ModelShape, topk: int = 2) -> ModelShape:
+    return replace(shape, indexer=IndexerShape(frozenset((0, shape.num_layers - 1)), heads=1, head_dim=4, topk=topk))
+
+
+def test_keys_are_read_beside_experts(shape: ModelShape) -> None:
+    """Of 5 tokens, 3 have more keys than the 2 that indexers choose; slots of a cache and zeros are no keys."""
+    sparse = with_indexer(shape)
+    sizes = (5, shape.num_layers, shape.experts_per_token)
+    experts = encoded(np.broadcast_to(np.arange(shape.experts_per_token), sizes))
+    draws = np.random.default_rng(0).random((5, shape.num_layers, 5)) + 9 * (np.arange(5) > np.arange(5)[:, None, None])
+    keys = draws.argsort(-1)[..., :2].astype(np.int32)
+    keys[:2] = -1
+
+    def read(sent: npt.NDArray[np.int32], known: int = 0) -> ExpertIds | None:
+        chosen = encoded(np.broadcast_to(np.arange(shape.experts_per_token), (5 - known, *sizes[1:])))
+        return read_choices({**chosen, "indexer_topk": base64.b64encode(sent.tobytes()).decode()}, 5, sparse, known)
+
+    choices = read(keys)
+    assert choices is not None
+    assert np.array_equal(choices["keys"], keys[:, [0, -1]])
+    assert np.array_equal(choices["experts"], read_choices(experts, 5, shape))
+    rest = read(keys, known=3)
+    assert rest is not None
+    assert np.array_equal(rest, choices[3:])
+    joined_choices = joined_routed_experts(choices[:3], rest, 3, 2)
+    assert joined_choices is not None
+    assert np.array_equal(joined_choices, choices)
+    for token, wrong in ((4, 5), (4, -1), (3, 4), (2, 64)):
+        broken = keys.copy()
+        broken[token, -1, 0] = wrong
+        assert read(broken) is None
+    assert read(np.zeros_like(keys)) is None
+    assert read(keys[:4]) is None
+    assert read_choices(experts, 5, sparse) is None
+
+
+def test_where_keys_cannot_be_replayed(shape: ModelShape) -> None:
+    sparse = with_indexer(shape, topk=2048)
+    replicas = {"attn_dp_size": 8}
+    check_replayed_keys(replicas, 8, sparse, 3000)
+    bytes_per_token = shape.num_layers * 2048 * 4
+    for args, of, tokens, sentence in (
+        (replicas, shape, 3000, "needs a model with sparse attention"),
+        (replicas, sparse, 2048, "has no effect: an indexer chooses 2048 keys, and sequences have at most 2048 tokens"),
+        ({}, sparse, 3000, r"of one GPU each: set engine.args.attn_dp_size=8: change that, or set R3"),
+        (
+            replicas,
+            sparse,
+            2**32 // bytes_per_token + 1,
+            "GiB of keys with a sequence .*, the limit is 4 GiB",
+        ),
+    ):
+        with pytest.raises(UserError, match=f"training.router_replay=R3_keys .*{sentence}"):
+            check_replayed_keys(args, 8, of, tokens)
 
 
 def test_an_engine_without_capture_is_found_at_start(ask: Ask, shape: ModelShape) -> None:

@@ -231,7 +231,7 @@ def check_experts(batch: StepBatch, shape: ModelShape) -> None:
     for micro_batch in (one for update in batch.updates for one in update):
         assert micro_batch.routed_experts
         rows = micro_batch.routed_experts.rows
-        experts = micro_batch.routed_experts.experts
+        experts = micro_batch.routed_experts.ids
         assert np.array_equal(experts.numpy(), experts_of(micro_batch.tokens[rows].tolist(), shape))
         assert set(rows.tolist()) >= set(micro_batch.mask.nonzero()[:, 0].tolist())
 
