@@ -52,7 +52,9 @@ class EngineMemory:
 
 
 def engine_memory(job: PlannedJob) -> EngineMemory:
-    """Return the memory of an engine. Its KV caches fill what the weights leave of `mem_fraction_static`."""
+    """Return the memory of an engine. Its KV caches fill what the weights leave of `mem_fraction_static`.
+
+    `max_total_tokens` limits the tokens of each replica."""
     if job.trains_only:
         return EngineMemory()
     args = job.settings.engine.args
@@ -76,12 +78,14 @@ def engine_memory(job: PlannedJob) -> EngineMemory:
     states, state_sequences = state_pool(job, caches)
     caches = max(0.0, caches - states)
     draft_kv_cache = caches * draft_layers / (cached_layers + draft_layers)
+    tokens = int((caches - draft_kv_cache) / bytes_per_token)
+    used = min(1.0, read_argument(args, "max_total_tokens", tokens) / tokens) if tokens else 1.0
     deepep = OVERHEADS.deepep_buffers if args.get("moe_a2a_backend") == "deepep" else 0.0
     return EngineMemory(
         weights=weights,
         draft_weights=draft_weights,
-        kv_cache=caches - draft_kv_cache,
-        draft_kv_cache=draft_kv_cache,
+        kv_cache=used * (caches - draft_kv_cache),
+        draft_kv_cache=used * draft_kv_cache,
         states=states,
         state_sequences=state_sequences * job.engine_parallelism.replicas,
         cuda_graphs=0.0 if args.get("disable_cuda_graph") else _graph_bytes(job),
@@ -89,7 +93,7 @@ def engine_memory(job: PlannedJob) -> EngineMemory:
         communication=OVERHEADS.engine_nccl + deepep,
         bytes_per_token=bytes_per_token,
         layer_token_bytes=layer_token_bytes,
-        kv_cache_tokens=int((caches - draft_kv_cache) / bytes_per_token) * job.engine_parallelism.replicas,
+        kv_cache_tokens=round(used * tokens) * job.engine_parallelism.replicas,
     )
 
 

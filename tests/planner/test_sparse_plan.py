@@ -30,6 +30,7 @@ WITH_INDEXER = [0, 1, *range(2, 78, 4)]  # layers of GLM-5.2
 ENGINE = {"gpus_per_engine": 32, "args": {"ep_size": 32, "attn_dp_size": 32}}
 
 
+REPLAY_KEYS = {"router_replay": "R3_keys"}
 STAGES = "Et*18|t*20|t*20|t*20L"
 CONTEXT = 2
 
@@ -129,7 +130,7 @@ def test_keys_that_layers_share_are_held_until_the_backward_pass(recompute: str,
 def test_replayed_keys_and_their_buffers_are_counted() -> None:
     """Of GLM-5.2's 78 layers 21 choose 2,048 keys for a token, and SGLang's buffers have all layers, in int32."""
     given = with_training(job_of("GLM-5.2", STAGES, CONTEXT), recompute="full", router_replay="R3")
-    job = with_training(given, router_replay="R3_keys")
+    job = with_training(given, **REPLAY_KEYS)
     before = plan_memory(given)
     after = plan_memory(job)
     tokens = 128 * 8 * job.mean_seq_len
@@ -139,6 +140,10 @@ def test_replayed_keys_and_their_buffers_are_counted() -> None:
     host = [plan.host[SubPhase.TRAIN]["replayed choices"] for plan in (before, after)]
     assert host[1] - host[0] == pytest.approx(buffer + of_step * 8 / 128)
     assert after.engine.key_buffer == 8192 * 78 * TOPK * 4
+    limited = plan_memory(with_training(job_of("GLM-5.2", STAGES, CONTEXT, max_total_tokens=10_000), **REPLAY_KEYS))
+    assert limited.engine.kv_cache_tokens == 32 * 10_000
+    assert limited.engine.kv_cache == pytest.approx(10_000 * limited.engine.bytes_per_token)
+    assert limited.host[SubPhase.GENERATE]["replayed choices"] >= 8 * 10_000 * 78 * TOPK * 4
     more = 6 * TOPK * 4 * 4096 / CONTEXT  # on the first stage
     assert forward_bytes(job, 0) - forward_bytes(given, 0) == pytest.approx(more)
     # With R3 the largest layer of GLM-5 holds its own keys, and the others hold none in a forward pass.
