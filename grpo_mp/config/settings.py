@@ -18,6 +18,7 @@ from grpo_mp.config.sections import (
 )
 from grpo_mp.config.trainer_settings import TrainerSettings
 from grpo_mp.config.truncation import MAX_KEPT
+from grpo_mp.models.sparse_attention import INDEXER_LOSS
 from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.utils.errors import did_you_mean
 from grpo_mp.utils.section import Section
@@ -357,12 +358,13 @@ class Settings(TrainerSettings):
         """Return settings in which the critic takes the place of the policy, so that the same code builds it."""
         if self.critic is None:
             raise ValueError("the settings have no critic")
+        megatron_args = {name: value for name, value in self.training.megatron_args.items() if name != INDEXER_LOSS}
         model = {"path": self.critic.path or self.model.path, "mtp_loss_scaling_factor": 0.0, "lora": None}
         return self.model_copy(
             update={
                 "model": self.model.model_copy(update=model),
                 "optimizer": self.optimizer.model_copy(update={"lr": self.critic.lr}),
-                "training": self.training.model_copy(update={"router_replay": "none"}),
+                "training": self.training.model_copy(update={"router_replay": "none", "megatron_args": megatron_args}),
                 "critic": None,
             }
         )

@@ -19,9 +19,9 @@ from grpo_mp.distributed.layout import model_shape
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.policy.forward import sequence_logits
 from grpo_mp.policy.load_models import policy_tensors, transformers_model
-from grpo_mp.rollout.client import EngineClient
+from grpo_mp.rollout.client import EngineClient, SamplingParams
 from grpo_mp.rollout.engine_args import FP32_HEAD, EngineSpec
-from grpo_mp.rollout.routed_experts import RETURN_KEYS
+from grpo_mp.rollout.routed_experts import ARGUMENT, RETURN_KEYS
 from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.utils.errors import UserError
 
@@ -143,7 +143,7 @@ def run_engine(folder: Path, tokens: Tensor, dtype: str) -> Activations:
     shape = model_shape(HfConfig.read(folder))
     layers = shape.num_layers
     indexed = sorted(shape.indexer.layers) if shape.indexer and shape.indexer.topk < tokens.shape[1] - 1 else []
-    arguments = {RETURN_KEYS: True} if indexed else {}
+    arguments = dict.fromkeys((ARGUMENT, RETURN_KEYS), True) if indexed else {}
     with (
         tempfile.TemporaryDirectory() as scratch,
         _engine(folder, dtype, tokens.shape[1], Path(scratch), arguments) as ask,
@@ -152,9 +152,12 @@ def run_engine(folder: Path, tokens: Tensor, dtype: str) -> Activations:
             (scores,) = ask(partial(EngineClient.score, token_lists=[row]))
             logprobs.append(torch.tensor(scores))
             if indexed:
-                chosen = torch.from_numpy(ask(partial(EngineClient.chosen_keys, tokens=row, shape=shape)))
+                one = partial(EngineClient.generate, prompt_tokens=row, sampling=SamplingParams(1), routing=shape)
+                (output,) = ask(one)
+                if output.routed_experts is None:
+                    raise UserError(f"{folder}: the engine returned no positions of the keys that its indexers chose")
                 for number, layer in enumerate(indexed):
-                    recorder.add_keys(layer, chosen[:, number], len(row))
+                    recorder.add_keys(layer, torch.from_numpy(output.routed_experts["keys"][:, number]), len(row))
         passes = {}
         for file in sorted(Path(scratch, "dump").glob("*/Pass*.pt")):
             values = torch.load(file, map_location="cpu", weights_only=True)

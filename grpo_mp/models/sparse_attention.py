@@ -14,6 +14,7 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Rule, Shape
 
 INDEXER = "core_attention.indexer."  # in a Megatron attention
+INDEXER_LOSS = "dsa_indexer_loss_coeff"  # Megatron's setting; above 0 indexers are trained
 INTERLEAVED = "indexer_rope_interleave"
 FULL = "full"  # kinds of layers in indexer_types: with an indexer
 SHARED = "shared"  # without one
@@ -53,7 +54,8 @@ def _config(hf: HfConfig) -> dict[str, Any]:
         "dsa_indexer_rotate_activation": False,  # orthogonal: scores are equal without it
         "dsa_indexer_k_norm_epsilon": K_NORM_EPS,
         "dsa_indexer_k_norm_fp32": True,
-        "dsa_indexer_loss_coeff": 0.0,
+        INDEXER_LOSS: 0.0,
+        "dsa_indexer_use_sparse_loss": True,  # over the chosen keys, as the policy attends
     }
 
 
@@ -124,11 +126,6 @@ def _schedule(hf: HfConfig) -> tuple[int, int]:
         raise hf.error(
             f"indexer_types or index_topk_pattern does not give each of the {layers} layers an indexer (full) as a "
             "schedule of index_topk_freq and index_skip_topk_offset does, and Megatron knows only schedules"
-        )
-    if hf.trains_mtp and first == 1:  # Megatron numbers both layers 1, and stores the choice of keys by number
-        raise hf.error(
-            "the multi-token-prediction layer would replace the first layer's choice of keys: set "
-            "model.mtp_loss_scaling_factor to 0"
         )
     return every, first
 

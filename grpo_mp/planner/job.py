@@ -23,7 +23,7 @@ from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8_products import check_fp8_products
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.lora import check_adapters
-from grpo_mp.models.sparse_attention import INDEXER
+from grpo_mp.models.sparse_attention import INDEXER, INDEXER_LOSS
 from grpo_mp.models.value_head import critic_config
 from grpo_mp.models.weight_formats import WeightFormat
 from grpo_mp.planner.clusters import OVERHEADS, Cluster
@@ -346,7 +346,7 @@ def make_job(
     lora = settings.model.lora
     trained = counts
     check_index_share(model, layout, megatron)
-    if model.indexer:
+    if model.indexer and not megatron.get(INDEXER_LOSS):
         unfrozen = [rule for rule in family_of(hf).rules(hf) if INDEXER not in rule.name]
         trained = local_parameter_counts(hf, layout, stage_layers, unfrozen)
     if lora:

@@ -7,7 +7,7 @@ from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.models.sparse_attention import INDEXER
+from grpo_mp.models.sparse_attention import INDEXER, INDEXER_LOSS
 from grpo_mp.planner.clusters import OVERHEADS, Cluster
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.parameter_count import ParameterCount
@@ -170,9 +170,9 @@ def train_use(job: PlannedJob) -> ResourceUse:
 def _passes_of_an_epoch(job: PlannedJob, products: ResourceUse) -> ResourceUse:
     """Return the resource use of a model's forward and backward passes in one epoch.
 
-    A backward pass has twice the FLOPs of a forward pass, without those of indexers; it also gathers the inputs of
-    tensor-parallel layers again, and attention computes its scores again. Full recomputation repeats the forward pass,
-    but sends nothing between stages. `products`: FLOPs of one forward pass.
+    A backward pass has twice the FLOPs of a forward pass, without those of frozen indexers; it also gathers the
+    inputs of tensor-parallel layers again, and attention computes its scores again. Full recomputation repeats the
+    forward pass, but sends nothing between stages. `products`: FLOPs of one forward pass.
     """
     recomputes = job.settings.training.recompute == "full"
     tokens = _computed_tokens(job) / job.train_ranks
@@ -188,7 +188,8 @@ def _passes_of_an_epoch(job: PlannedJob, products: ResourceUse) -> ResourceUse:
     attended += learns_ahead * _attended_ahead(model, job.attention_context)
     key_width = model.mla_cache_dim if model.indexer else model.qk_head_dim
     use += ResourceUse(flops=model.num_heads * key_width * attended * tokens)
-    use += ResourceUse(flops=-2.0 * indexer_flops_per_token(model, job.hf, job.attention_context) * tokens)
+    if not job.settings.training.megatron_args.get(INDEXER_LOSS):
+        use += ResourceUse(flops=-2.0 * indexer_flops_per_token(model, job.hf, job.attention_context) * tokens)
     if job.settings.model.lora:  # the frozen weights have no weight gradients
         use += ResourceUse(flops=-2.0 * active_parameters(job.model, job.hf, without_indexers=True) * tokens)
     return use

@@ -11,7 +11,7 @@ from torch import Tensor
 from grpo_mp import platform
 from grpo_mp.policy.routing_replay import RoutingReplay
 from grpo_mp.policy.shared_prompt_attention import packed_sequences, shared_prompt_params
-from grpo_mp.policy.sparse_attention import replay_keys
+from grpo_mp.policy.sparse_attention import prepare_forward
 from grpo_mp.utils.types import MicroBatch, copy_to
 
 # LossFunction gets logprobs [T] and entropies [T], OutputLoss the last stage's output. Both return a loss and a report.
@@ -93,7 +93,7 @@ def _forward(model: torch.nn.Module, batch: MicroBatch, key_layers: Sequence[int
         packed = shared_prompt_params(batch.lengths, batch.prompt_rows, batch.positions, device)
     else:
         packed = packed_sequences(batch.lengths, device)
-        replay_keys(packed, batch, key_layers)
+        prepare_forward(packed, batch, model.config, key_layers)
     output: Tensor = model(
         copy_to(batch.tokens[None], device),
         copy_to(batch.positions[None], device),

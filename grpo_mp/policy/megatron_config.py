@@ -67,9 +67,6 @@ RESERVED: dict[str, str] = {  # fields that the run sets itself, with what to do
     **dict.fromkeys(("mtp_num_layers", "mtp_loss_scaling_factor"), "set model.mtp_loss_scaling_factor"),
     **{"fp8": "set training.fp8_format", "fp8_recipe": "blockwise is the only one"},
     **dict.fromkeys(("fp8_param", "fp8_param_gather"), "a weight sync and checkpoints read weights in model.dtype"),
-    **dict.fromkeys(
-        ("dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss"), "indexers keep the weights of the checkpoint"
-    ),
     "perform_initialization": "every weight is read from the checkpoint",
     **dict.fromkeys((*ARCHITECTURE, *NEWER_ARCHITECTURE), "config.json of the model sets it"),
     **dict.fromkeys(("hidden_dropout", "attention_dropout"), "engines have none, and would not agree with the policy"),

@@ -19,7 +19,7 @@ from grpo_mp.policy.deepseek import set_group_ranking, use_latent_attention
 from grpo_mp.policy.gated_delta_net import linear_attention_spec
 from grpo_mp.policy.multi_token_prediction import MTP_INPUTS, embed_detached, mtp_block_spec
 from grpo_mp.policy.shared_prompt_attention import use_per_token_rotary, use_shared_prompt_attention
-from grpo_mp.policy.sparse_attention import freeze_indexers
+from grpo_mp.policy.sparse_attention import prepare_indexers
 from grpo_mp.policy.vocab_parallel import Head, VocabularyShard, output_logits, token_logprobs
 from grpo_mp.policy.whole_norm import use_whole_norms
 
@@ -149,7 +149,7 @@ def _build_chunk(
     )
     if share_prompts:
         use_per_token_rotary(model)
-    freeze_indexers(model)
+    prepare_indexers(model, config)
     set_group_ranking(model, family.group_score_topk)
     for name, sinks in model.named_parameters():
         if name.endswith(".softmax_offset"):  # TransformerEngine makes it in float32

@@ -19,6 +19,7 @@ from grpo_mp.models.fp8_products import check_fp8_products
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.lora import adapter_params, check_adapters
 from grpo_mp.models.multi_token_prediction import COPIED_EMBEDDING, is_of_mtp
+from grpo_mp.models.sparse_attention import INDEXER_LOSS
 from grpo_mp.policy.forward import LossFunction
 from grpo_mp.policy.gated_delta_net import check_gated_delta_nets
 from grpo_mp.policy.lora import MergedWeights, add_adapters, initialize
@@ -27,9 +28,11 @@ from grpo_mp.policy.model import PolicyModel
 from grpo_mp.policy.multi_token_prediction import MtpLoss
 from grpo_mp.policy.reference import Reference
 from grpo_mp.policy.routing_replay import ExpertLoad, RoutingReplay, check_router_replay
+from grpo_mp.policy.sparse_attention import IndexerLoss
 from grpo_mp.policy.trained_model import TrainedModel, UpdateReport
 from grpo_mp.policy.vocab_parallel import within_kept
 from grpo_mp.policy.weights import clear_weights, load_hf
+from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import MicroBatch
 
 
@@ -66,6 +69,10 @@ class Policy(TrainedModel):
             self.replay = RoutingReplay(
                 self.chunks, self.config.num_moe_experts or 0, with_keys=settings.training.replays_keys
             )
+        indexer = model_shape(hf).indexer
+        self.indexer_loss = None
+        if indexer and getattr(self.config, INDEXER_LOSS):
+            self.indexer_loss = IndexerLoss(self.config, parallel, len(indexer.layers) + settings.model.trains_mtp)
         # The reference computes no logprobs with the multi-token-prediction layer, so it has no copy of that layer.
         trained = self.trained_tensors.items()
         decoder = {name: tensor for name, tensor in trained if not is_of_mtp(self.params[name], hf)}
@@ -139,6 +146,8 @@ class Policy(TrainedModel):
 
     def compute_gradients(self, microbatches: Sequence[MicroBatch], loss: LossFunction) -> list[Any]:
         """Write the gradient of the loss to the gradient buffers; return its reports on the last pipeline stage."""
+        if self.indexer_loss:
+            self.indexer_loss.begin_update(microbatches)
 
         def of_output(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Any]:
             if batch.teacher_topk_ids is not None:
@@ -193,6 +202,11 @@ def check_policy(
         )
     if training.router_replay != "none":
         check_router_replay(config)
+    if training.megatron_args.get(INDEXER_LOSS) and (model.lora or not shape.indexer):
+        raise UserError(
+            f"training.megatron_args.{INDEXER_LOSS} trains the indexers of sparse attention, which "
+            f"{'adapters leave as they are' if model.lora else f'{hf.model_type} has not'}: leave it out"
+        )
     if model.lora:
         sizes = (layout.tensor, layout.expert, layout.expert_tensor)
         check_adapters(family_of(hf).params(hf), model.lora.targets, *sizes)

@@ -1,27 +1,68 @@
-"""Sparse attention of DeepSeek-V3.2 and GLM-5: frozen indexers, replayed keys, and models without support."""
+"""Sparse attention of DeepSeek-V3.2 and GLM-5: frozen or trained indexers, replayed keys, models without support."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from grpo_mp import platform
+from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.models.sparse_attention import INDEXER
+from grpo_mp.models.sparse_attention import INDEXER_LOSS
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import MicroBatch, copy_to
 
 SHARED_KEYS = "_dsa_index_share_topk_holder"  # attribute in which Megatron stores the keys that layers share
 
 
-def freeze_indexers(model: nn.Module) -> None:
-    """Freeze all indexers: no gradient of the policy's loss passes through the choice of keys."""
-    for name, parameter in model.named_parameters():
-        if INDEXER in name:
-            parameter.requires_grad_(False)
+def prepare_indexers(model: nn.Module, config: TransformerConfig) -> None:
+    """Freeze all indexers unless their loss is trained: no gradient of the policy's loss passes the choice of keys.
+
+    The layer that predicts ahead has the number of a decoder layer, by which Megatron stores keys: it shares none.
+    """
+    for name, module in model.named_modules():
+        if getattr(module, "indexer", None) is not None:
+            module.indexer.requires_grad_(getattr(config, INDEXER_LOSS) > 0)
+            module.index_share &= "mtp." not in name
+
+
+class IndexerLoss:
+    """Loss of the indexers: KL divergence of attention, summed over heads, from an indexer's distribution of keys.
+
+    Its mean over the tokens that the policy's loss trains, summed over indexers, times Megatron's
+    dsa_indexer_loss_coeff (DeepSeek-V3.2, arXiv 2512.02556, equation 4). No other weight gets a gradient of it.
+    """
+
+    def __init__(self, config: TransformerConfig, parallel: Parallel, indexers: int) -> None:
+        """`config`: its coefficient is replaced at each update; `indexers`: of the full model."""
+        from megatron.core.transformer.experimental_attention_variant import dsa
+
+        self._config: Any = config
+        self._parallel = parallel
+        self._indexers = indexers
+        self._coefficient: float = self._config.dsa_indexer_loss_coeff
+        # Megatron adds the losses of each layer to this tensor, which it would allocate on a GPU.
+        self._sums = torch.zeros(config.num_layers, device=platform.device())
+        dsa.DSAIndexerLossLoggingHelper.tracker["values"] = self._sums
+
+    def begin_update(self, microbatches: Sequence[MicroBatch]) -> None:
+        """Divide the coefficient by the tokens of an update: Megatron sums over them (calculate_per_token_loss)."""
+        tokens = torch.tensor(sum(int(batch.in_loss.sum()) for batch in microbatches))
+        tokens *= self._parallel.is_reporting_rank
+        dist.all_reduce(tokens, group=self._parallel.cpu_group)
+        self._config.dsa_indexer_loss_coeff = self._coefficient / max(1, int(tokens))
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the mean loss of a token in an indexer over the last update, without its coefficient; reset it."""
+        total = self._sums.sum().double().cpu() * (self._parallel.coords.tensor == 0)  # tensor ranks have the same
+        self._sums.zero_()
+        dist.all_reduce(total, group=self._parallel.cpu_group)
+        return {"train/indexer_loss": float(total) / self._coefficient / self._indexers}
 
 
 class ReplayedKeys(dict[int, Tensor]):
@@ -44,30 +85,32 @@ class ReplayedKeys(dict[int, Tensor]):
 
 
 def store_keys(chunks: Iterable[nn.Module]) -> tuple[int, ...]:
-    """Have all indexers of decoder layers store their keys; return the numbers of their layers, from 0, ascending.
-
-    The layer that predicts ahead has the number of a decoder layer, and stores none.
-    """
+    """Have the indexers of decoder layers store their keys; return the numbers of their layers, from 0, ascending."""
     layers = []
     for name, attention in (item for chunk in chunks for item in chunk.named_modules()):
-        if getattr(attention, "indexer", None) is not None:
-            attention.index_share = "mtp." not in name
-            layers += [attention.layer_number - 1] * attention.index_share
+        if getattr(attention, "indexer", None) is not None and "mtp." not in name:
+            attention.index_share = True
+            layers.append(attention.layer_number - 1)
     return tuple(sorted(layers))
 
 
-def replay_keys(packed: PackedSeqParams, batch: MicroBatch, layers: Iterable[int]) -> None:
-    """Replay the micro-batch's keys in the forward pass with `packed`. `layers`: see `store_keys`."""
-    replayed = batch.routed_experts and batch.routed_experts.keys
-    if not replayed:
-        return
+def prepare_forward(
+    packed: PackedSeqParams, batch: MicroBatch, config: TransformerConfig, layers: Sequence[int]
+) -> None:
+    """Set what sparse attention reads in the forward pass with `packed`: rows of the indexers' loss, replayed keys.
+
+    `layers`: see `store_keys`.
+    """
     device = platform.device()
-    rows = replayed.rows
-    lengths = torch.tensor(batch.lengths)
-    starts = (lengths.cumsum(0) - lengths)[batch.sequence_index.cpu()[rows]]  # a sequence's first packed key
-    keys = replayed.ids + starts[:, None, None]
-    by_layer = {layer + 1: copy_to(keys[:, column], device) for column, layer in enumerate(layers)}
-    setattr(packed, SHARED_KEYS, ReplayedKeys(copy_to(rows, device), by_layer))
+    if getattr(config, INDEXER_LOSS, 0):
+        packed.real_token_mask_q = copy_to(batch.in_loss, device)
+    if replayed := batch.routed_experts and batch.routed_experts.keys:
+        rows = replayed.rows
+        lengths = torch.tensor(batch.lengths)
+        starts = (lengths.cumsum(0) - lengths)[batch.sequence_index.cpu()[rows]]  # a sequence's first packed key
+        keys = (replayed.ids + starts[:, None, None]).int()
+        by_layer = {layer + 1: copy_to(keys[:, column], device) for column, layer in enumerate(layers)}
+        setattr(packed, SHARED_KEYS, ReplayedKeys(copy_to(rows, device), by_layer))
 
 
 def supports_sparse_attention() -> bool:

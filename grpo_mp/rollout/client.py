@@ -11,14 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
-import numpy as np
-import numpy.typing as npt
 
 from grpo_mp.config.sections import PauseMode
 from grpo_mp.config.truncation import MAX_KEPT, TopP, truncation_of
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.rollout.concurrency import EngineLoad, read_load
-from grpo_mp.rollout.routed_experts import read_choices, read_keys
+from grpo_mp.rollout.routed_experts import read_choices
 from grpo_mp.utils.errors import EngineError, EngineTimeout, UserError
 from grpo_mp.utils.types import ExpertIds, KeptTokens
 
@@ -201,12 +199,10 @@ class EngineClient:
         prompt = (1, 2, 3, *[1] * (routing.indexer.topk if routing.indexer else 0))
         (output,) = await self.generate(prompt, SamplingParams(max_response_tokens=2), routing=routing)
         if output.routed_experts is None:
-            chosen = "experts and keys" if routing.indexer else "experts"
-            raise self._error(
-                "/generate",
-                f"SGLang does not return the {chosen} that it chooses, with this model and these engine.args: set "
-                f"training.router_replay={'R3, ' if routing.indexer else ''}R2 or none",
+            message = (
+                "SGLang does not return the experts (with R3_keys: and keys) that it chooses, with this model and "
             )
+            raise self._error("/generate", f"{message}these engine.args: set training.router_replay=R2 or none")
 
     async def parse_tool_calls(
         self, text: str, tools: Sequence[Mapping[str, Any]], parser: str
@@ -239,19 +235,6 @@ class EngineClient:
         }
         reply = await self._call("POST", "/generate", body)
         return [[entry[0] for entry in output["meta_info"]["input_token_logprobs"][1:]] for output in reply]
-
-    async def chosen_keys(self, tokens: Sequence[int], shape: ModelShape) -> npt.NDArray[np.int32]:
-        """Return the positions that each token but the last attends to, [T - 1, indexers, top-k]; see `read_keys`.
-
-        The engine needs the argument `enable_return_indexer_topk`.
-        """
-        sampling = {"max_new_tokens": 0, "temperature": 1.0}
-        body = {"input_ids": list(tokens), "sampling_params": sampling, "return_indexer_topk": True}
-        meta = (await self._call("POST", "/generate", body))["meta_info"]
-        keys = read_keys(meta, len(tokens) - 1, shape)
-        if keys is None:
-            raise self._error("/generate", "returned no positions of the keys that its indexers chose")
-        return keys
 
     async def decode(
         self, token_lists: Sequence[Sequence[int]], count: int, replica: int | None = None

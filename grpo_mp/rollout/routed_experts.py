@@ -81,7 +81,7 @@ def read_choices(meta: Mapping[str, Any], tokens: int, shape: ModelShape, known:
     experts = _read_experts(meta, tokens, shape, known)
     if shape.indexer is None or experts is None:
         return experts
-    keys = read_keys(meta, tokens, shape)
+    keys = _read_keys(meta, tokens, shape)
     if keys is None:
         return None
     kinds = [("experts", experts.dtype, experts.shape[1:]), ("keys", keys.dtype, keys.shape[1:])]
@@ -91,7 +91,7 @@ def read_choices(meta: Mapping[str, Any], tokens: int, shape: ModelShape, known:
     return choices
 
 
-def read_keys(meta: Mapping[str, Any], tokens: int, shape: ModelShape) -> npt.NDArray[np.int32] | None:
+def _read_keys(meta: Mapping[str, Any], tokens: int, shape: ModelShape) -> npt.NDArray[np.int32] | None:
     """Return the positions of the keys that indexers chose, int32 [tokens, indexers, top-k]; None if they are invalid.
 
     `meta`: SGLang's meta_info with int32 [tokens, all layers, top-k] in base64. The first top-k tokens attend to all

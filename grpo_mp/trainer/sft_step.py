@@ -75,6 +75,7 @@ def supervised_update(policy: Policy, batch: SupervisedBatch) -> tuple[UpdateRep
     """Run one optimizer update; return its report and its loss metrics over all ranks."""
     report = policy.update(batch.microbatches, token_mean_loss)
     measured = supervised_metrics(reduce_sums(report.losses, policy.parallel))
+    measured |= policy.indexer_loss.take_metrics() if policy.indexer_loss else {}
     return report, measured | mtp_metrics(policy.mtp_loss, policy.parallel, sampled=False)
 
 

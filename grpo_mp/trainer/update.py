@@ -40,6 +40,7 @@ def train_step(
         report = policy.update(update, make_loss(algorithm, weights, reduce, policy_loss))
         measured = compute_metrics(reduce_report(report, policy.parallel))
         measured |= routing_metrics(policy.replay, policy.parallel) | mtp_metrics(policy.mtp_loss, policy.parallel)
+        measured |= policy.indexer_loss.take_metrics() if policy.indexer_loss else {}
         reports.append(replace(report, measured={**report.measured, **measured}))
         if not report.skipped:  # metrics of a skipped update may be NaN
             adaptive_coefs = update_adaptive_coefs(

@@ -29,9 +29,16 @@ def no_progress(written: int, total: int) -> None:
 
 
 @contextmanager
-def policy_of(model: Path, dtype: str, with_reference: bool = False, family: str | None = None) -> Iterator[Policy]:
+def policy_of(
+    model: Path,
+    dtype: str,
+    with_reference: bool = False,
+    family: str | None = None,
+    megatron_args: dict[str, Any] | None = None,
+) -> Iterator[Policy]:
     """Load a folder as a run of one rank does."""
     tree = {
+        "training": {"megatron_args": megatron_args or {}},
         "run": {"folder": model.parent, "steps": 1},
         "model": {"path": model, "dtype": dtype, "family": family},
         "data": {"train": "nothing"},

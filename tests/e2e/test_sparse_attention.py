@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -19,7 +20,13 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 
 
 @needs_megatron
-def test_an_engine_chooses_the_keys_that_the_policy_does(start_job: StartJob, tmp_path: Path) -> None:
+@pytest.mark.parametrize("trains_indexers", [False, True])
+def test_an_engine_chooses_the_keys_that_the_policy_does(
+    trains_indexers: bool, start_job: StartJob, tmp_path: Path
+) -> None:
+    """Its keys are replayed; or the policy chooses keys itself, with indexers that learn."""
+    keys = ("training.router_replay=R3_keys",)
+    learns = ("training.router_replay=R3", "training.megatron_args={dsa_indexer_loss_coeff: 1.0}")
     model = tmp_path / "model"
     run = tmp_path / "run"
     shape = {
@@ -34,7 +41,7 @@ def test_an_engine_chooses_the_keys_that_the_policy_does(start_job: StartJob, tm
             "data.eval={}",
             "run.steps=2",
             "run.export=true",
-            "training.router_replay=R3_keys",
+            *(learns if trains_indexers else keys),
             "rollout.max_response_tokens=32",
         )
     )
@@ -50,5 +57,6 @@ def test_an_engine_chooses_the_keys_that_the_policy_does(start_job: StartJob, tm
     changed = {name for name, tensor in before.items() if not tensor.equal(after[name])}
     indexers = {name for name in before if ".indexer." in name}
     assert indexers
-    assert not changed & indexers
+    assert changed & indexers == (indexers if trains_indexers else set())
+    assert all(("train/indexer_loss" in step) == trains_indexers for step in steps)
     assert any(name.endswith("kv_b_proj.weight") for name in changed)

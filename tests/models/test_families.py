@@ -1,6 +1,5 @@
 """The Megatron settings that a family makes of a config, and the configs that it refuses."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -157,17 +156,6 @@ def test_schedules_of_indexers(make_hf: MakeHf) -> None:
     assert schedule(6, index_topk_pattern="FSSFSS") == (3, 1)
     assert schedule(6, index_topk_pattern="FFFFFF") == schedule(6, index_topk_freq=1) == (1, 0)
     assert schedule(2, index_topk_freq=4, index_skip_topk_offset=3) == (1, 0)
-
-
-def test_a_layer_that_predicts_ahead_does_not_replace_the_keys_that_others_take(make_hf: MakeHf) -> None:
-    """Megatron numbers it 1, as the first layer."""
-    shape = {"num_hidden_layers": 6, "index_topk_freq": 2, "num_nextn_predict_layers": 1}
-    hf = replace(make_hf("glm_moe_dsa", **shape, index_skip_topk_offset=2), trains_mtp=True)
-    config = FAMILIES["glm_moe_dsa"].config(hf)
-    assert (config["dsa_indexer_topk_freq"], config["dsa_indexer_skip_topk_offset"]) == (2, 2)
-    first = replace(make_hf("glm_moe_dsa", **shape), trains_mtp=True)
-    with pytest.raises(UserError, match=r"would replace the first layer.s choice of keys: set model\.mtp_loss_scaling"):
-        FAMILIES["glm_moe_dsa"].config(first)
 
 
 def test_moe_layers(make_hf: MakeHf) -> None:

@@ -65,7 +65,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> family, and what di
     "glm4_moe_lite_mtp": ("glm4_moe_lite", SMALL | SPARSE | LATENT | MTP | TWO_LAYERS),
     "deepseek_v32_mtp": ("deepseek_v32", SMALL | SPARSE | LATENT | MTP | TWO_LAYERS | {"index_topk": 8}),
     # Not the first layer's keys are shared: Megatron numbers the layer that predicts ahead as the first.
-    "glm_moe_dsa_mtp": ("glm_moe_dsa", SMALL | SPARSE | LATENT | MTP | {"index_topk": 8, "index_skip_topk_offset": 2}),
+    "glm_moe_dsa_mtp": ("glm_moe_dsa", SMALL | SPARSE | LATENT | MTP | {"index_topk": 8}),
     "minimax_m2": ("minimax_m2", GROUPED | {"rotary_dim": 8} | TWO_LAYERS),
     "hy_v3": ("hy_v3", GROUPED | SPARSE | TWO_LAYERS),
     "hy_v3_mtp": ("hy_v3", GROUPED | SPARSE | MTP),
@@ -191,13 +191,14 @@ class Case:
         """Names of the cases whose results this one is compared with."""
         if self.measures == ("converted",):
             return ()
-        kinds = ("family", "replayed", "supervised", "critic", "distilled", "half")
+        kinds = ("family", "replayed", "indexers", "supervised", "critic", "distilled", "half")
         alone = next((name for name in kinds if name in self.measures), "")
         alone = "critic" if self.measures == ("critic_resumed",) else alone
         alone = "half" if self.measures == ("half_resumed",) else alone
         alone = "lora" if self.lora else alone
         one = "-".join(filter(None, (self.model, "one", alone)))
-        return (one, *([self.loads] if self.loads else []))
+        plain = [f"{self.model}-one"] if alone == "indexers" else []
+        return (one, *plain, *([self.loads] if self.loads else []))
 
     @property
     def slow(self) -> bool:
@@ -295,6 +296,9 @@ REPLAYED = {  # a model of each kind of router -> layouts
 }
 REPLAY = {"router_replay": "R3"}  # routers take experts that samples bring
 REPLAY_KEYS = {"router_replay": "R3_keys"}
+INDEXED = {"deepseek_v32": ("one", "tp2_ep2", "pp2", "cp2", "tp2_cp2"), "glm_moe_dsa": ("one", "pp2")}
+INDEXER_COEFFICIENT = 0.3
+TRAINS_INDEXERS = {"megatron_args": {"dsa_indexer_loss_coeff": INDEXER_COEFFICIENT}}
 REPLAYED_KEYS = {
     "glm_moe_dsa": ("one", "tp2_ep2", "cp2", "pp2"),  # layers that share keys
     "deepseek_v32": ("one", "tp2_cp2"),
@@ -376,6 +380,8 @@ ALL = [
     *each(OVERLAPPED, ["updates"], "overlapped", training=OVERLAP),
     *each(FAMILY, ["family"], "family"),
     *each(REPLAYED, ["replayed"], "replayed", training=REPLAY),
+    *each(INDEXED, ["indexers"], "indexers", training=TRAINS_INDEXERS),
+    Case("glm_moe_dsa", "one", ("indexers",), "indexers_full", TRAINS_INDEXERS | {"recompute": "full"}),
     *each(REPLAYED_KEYS, ["replayed"], "replayed", training=REPLAY_KEYS),
     Case("glm_moe_dsa", "one", ("replayed",), "replayed_full", REPLAY_KEYS | {"recompute": "full"}),
     Case("deepseek_v3", "pp2_vpp2", ("replayed",), "replayed_full", REPLAY | {"recompute": "full"}),

@@ -294,6 +294,15 @@ def replayed(bench: Bench) -> Result:
     }
 
 
+def indexers(bench: Bench) -> Result:
+    """The gradient of an update that trains the indexers, and their loss."""
+    policy = bench.policy
+    assert policy.indexer_loss
+    policy.logprobs(bench.updates[0])  # forwards without a backward have no loss
+    policy.compute_gradients(bench.updates[0], loss_of(bench.settings.algorithm))
+    return {"shards": _gradients(policy), "held": _held(policy), "metrics": policy.indexer_loss.take_metrics()}
+
+
 def _without_keys(batch: MicroBatch) -> ReplayedChoices | None:
     return batch.routed_experts and replace(batch.routed_experts, keys=None)
 
@@ -380,6 +389,7 @@ MEASURES: dict[str, Callable[[Bench], Any]] = {
         exchange,
         family,
         replayed,
+        indexers,
         supervised,
         broken,
         drifted,

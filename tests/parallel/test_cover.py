@@ -39,9 +39,10 @@ def test_every_model_is_compared_with_transformers_and_split() -> None:
 
 def test_newcomers_see_every_measure_and_every_layout_of_two_ranks() -> None:
     cases = [case for case in CASES.values() if not case.slow]
+    # Newcomers' megatron-core may have no sparse attention.
     assert {measure for case in cases for measure in case.measures} == {
         measure for case in CASES.values() for measure in case.measures
-    }
+    } - {"indexers"}
     for measure in ("export", "logprobs", "gradient", "updates"):
         layouts = {case.layout for case in cases if measure in case.measures}
         assert layouts == {name for name, (ranks, _) in LAYOUTS.items() if ranks <= 2}

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from grpo_mp.config.sections import LayoutConfig
+from grpo_mp.models.sparse_attention import INDEXER_LOSS
 from grpo_mp.planner.activations import activation_bytes, forward_bytes, layer_bytes
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.engine_memory import engine_memory
@@ -18,6 +19,7 @@ from grpo_mp.planner.parameter_count import local_parameter_counts
 from grpo_mp.planner.resource_use import (
     active_parameters,
     forward_flops_per_token,
+    indexer_flops_per_token,
     logprob_use,
     mtp_flops_per_token,
     train_use,
@@ -156,6 +158,16 @@ def test_with_an_indexer_in_each_layer_keys_are_saved_as_activations() -> None:
     job = with_training(job_of("GLM-5", stages), recompute="none")
     saved = [layer_bytes(each, 4).saved for each in (job, with_indexer(job, topk=0))]
     assert saved[0] - saved[1] == pytest.approx(TOPK * 4 * 4096)
+
+
+def test_trained_indexers_have_gradients_and_a_backward_pass() -> None:
+    frozen = job_of("GLM-5.2", STAGES)
+    megatron_args = frozen.settings.training.megatron_args | {INDEXER_LOSS: 0.1}
+    job = make_job(with_training(frozen, megatron_args=megatron_args).settings, frozen.hf, frozen.cluster, 16)
+    assert job.policy_trained_counts == job.parameter_counts
+    tokens = 128 * 8 * job.mean_seq_len * job.packing.load_factor / 128
+    indexers = indexer_flops_per_token(job.model, job.hf, job.attention_context)
+    assert (train_use(job).flops - train_use(frozen).flops) / tokens == pytest.approx(2 * indexers)
 
 
 @pytest.mark.parametrize(("recompute", "forwards"), [("none", 1), ("full", 2)])

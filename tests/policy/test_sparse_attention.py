@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from grpo_mp.batching.microbatches import MicroBatchPlan
 from grpo_mp.batching.packing import pack
-from grpo_mp.config.sections import LayoutConfig, ModelConfig, TrainingConfig
+from grpo_mp.config.sections import LayoutConfig, LoraConfig, ModelConfig, TrainingConfig
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.sparse_attention import INDEXER_LOSS
 from grpo_mp.policy.forward import forward_only, sequence_logits
 from grpo_mp.policy.load_models import policy_tensors, transformers_model
 from grpo_mp.policy.policy import check_policy
@@ -122,6 +125,59 @@ def logprobs_with_keys(folder: Path, tokens: Sequence[int], keys: np.ndarray, la
 
 
 @needs_megatron
+def test_the_loss_of_indexers_is_the_published_one(make_model: MakeModel) -> None:
+    """Equation 4 of arXiv 2512.02556 with the attention of transformers, over the tokens of a response."""
+    folder = make_model("deepseek_v32", index_topk=16)
+    tokens = np.random.default_rng(0).integers(1, 60, 50).tolist()
+    response = slice(19, 49)  # positions that predict it
+    losses, gradients = indexer_losses(folder, tokens, response)
+    sample = Sample.from_tokens(0, tokens[:20], tokens[20:])
+    batch = pack([sample], [0.0], [1.0], MicroBatchPlan((0,), (64,)), align=1)
+    with policy_of(folder, "float32", megatron_args={INDEXER_LOSS: 0.25}) as policy:
+        assert policy.indexer_loss
+        policy.compute_gradients([batch], lambda logprobs, entropy, _: (0 * logprobs.sum(), None))
+        for name, param in policy.params.items():
+            if ".indexer." in name:
+                expected = 0.25 * gradients[param.hf[0]]
+                actual = policy.tensors[name].main_grad  # type: ignore[attr-defined]
+                assert (actual - expected).norm() <= 1e-4 * expected.norm()
+        assert policy.indexer_loss.take_metrics()["train/indexer_loss"] == pytest.approx(losses.mean().item(), rel=1e-5)
+        assert policy.indexer_loss.take_metrics() == {"train/indexer_loss": 0.0}
+
+
+def indexer_losses(folder: Path, tokens: Sequence[int], queries: slice) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the mean loss of `queries` in each layer's indexer, in float64, and the gradient of their sum by name."""
+    from transformers.models.deepseek_v32.modeling_deepseek_v32 import apply_rotary_pos_emb
+
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **eager)
+    indexers = [layer.self_attn.indexer for layer in model.model.layers]
+    seen = list[tuple[Any, Tensor]]()
+    for indexer in indexers:
+        indexer.register_forward_hook(lambda _, given, chosen: seen.append((given, chosen[0].long())))
+    with torch.no_grad():
+        attentions = model(torch.tensor([tokens]), output_attentions=True).attentions
+    losses = list[Tensor]()
+    for indexer, ((hidden, latents, (cos, sin), *_), chosen), attention in zip(indexers, seen, attentions, strict=True):
+        query = indexer.wq_b(latents).view(1, len(tokens), indexer.n_heads, -1)
+        key = indexer.k_norm(indexer.wk(hidden))[:, :, None]
+        width = indexer.qk_rope_head_dim
+        rotated = apply_rotary_pos_emb(query[..., :width], key[..., :width], cos, sin, unsqueeze_dim=2)
+        query = torch.cat((rotated[0], query[..., width:]), -1)[0]
+        key = torch.cat((rotated[1], key[..., width:]), -1)[0, :, 0]
+        weights = indexer.weights_proj(hidden)[0] * (indexer.n_heads * indexer.head_dim) ** -0.5
+        scores = (weights[:, :, None] * torch.relu(query @ key.T)).sum(1)
+        is_chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, chosen, True).tril()
+        predicted = scores.masked_fill(~is_chosen, -torch.inf).log_softmax(-1)
+        target = attention[0].mean(0)
+        terms = target * (target.clamp(min=1e-10).log() - predicted)
+        losses.append(terms.masked_fill(~is_chosen, 0.0).sum(-1)[queries].mean())
+    torch.stack(losses).sum().backward()
+    gradients = {name: each.grad for name, each in model.named_parameters() if ".indexer." in name}
+    return torch.stack(losses).detach(), gradients
+
+
+@needs_megatron
 def test_only_indexers_are_frozen(make_model: MakeModel) -> None:
     with policy_tensors(make_model("glm_moe_dsa")) as (_, tensors):
         frozen = {name for name, tensor in tensors.items() if tensor.is_leaf and not tensor.requires_grad}
@@ -152,9 +208,9 @@ def test_fp8_releases_have_two_matrices_of_an_indexer_in_fp8(make_model: MakeMod
     assert in_fp8 == {"wq_b.weight", "wk.weight"}
 
 
-def refused(folder: Path, training: TrainingConfig | None = None, **sizes: int) -> str:
+def refused(folder: Path, training: TrainingConfig | None = None, lora: LoraConfig | None = None, **sizes: int) -> str:
     layout = LayoutConfig(**sizes)
-    model = ModelConfig(path=folder, dtype="float32")
+    model = ModelConfig(path=folder, dtype="float32", lora=lora)
     with pytest.raises(UserError) as raised:
         check_policy(HfConfig.read(folder), model, layout, training or TrainingConfig(), layout.model_parallel)
     return str(raised.value)
@@ -177,7 +233,12 @@ def test_what_sparse_attention_does_not_compute(make_model: MakeModel) -> None:
     folder = make_model("deepseek_v32")
     shared = refused(folder, TrainingConfig(share_prompts=True))
     assert "training.share_prompts=true: in deepseek_v32 sparse attention chooses keys in each sequence" in shared
-    loss = refused(folder, TrainingConfig(megatron_args={"dsa_indexer_loss_coeff": 0.1}))
-    assert "dsa_indexer_loss_coeff cannot be set: indexers keep the weights of the checkpoint" in loss
-    if not IS_COMPUTED:
+    if IS_COMPUTED:
+        trains = TrainingConfig(megatron_args={INDEXER_LOSS: 0.1})
+        assert "which deepseek_v3 has not: leave it out" in refused(
+            without_indexers(make_model("deepseek_v32")), trains
+        )
+        lora = LoraConfig(rank=2, alpha=4.0)
+        assert "which adapters leave as they are: leave it out" in refused(folder, trains, lora)
+    else:
         assert "deepseek_v32 needs megatron-core 0.19 or newer for its sparse attention" in refused(folder)

@@ -16,6 +16,7 @@ from grpo_mp.batching.packing import pack
 from grpo_mp.checkpoint.run_state import TrainState, latest_checkpoint
 from grpo_mp.config import Settings, check_settings
 from grpo_mp.distributed.process_groups import Parallel
+from grpo_mp.models.sparse_attention import INDEXER_LOSS
 from grpo_mp.models.value_head import VALUE_HEAD
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.engine_memory import engine_memory
@@ -161,6 +162,9 @@ def test_the_policy_s_schedule_has_the_updates_after_the_warm_up(model: Path) ->
     settings = settings_with(model, {"warmup_steps": 1, "lr": 0.5}, training={"updates_per_step": 4})
     assert (settings.total_updates, settings.for_critic().total_updates) == (8, 12)
     assert settings.for_critic().optimizer.lr == 0.5
+    indexers = settings.training.model_copy(update={"megatron_args": {INDEXER_LOSS: 0.1, "bucket_size": 5000}})
+    of_critic = settings.model_copy(update={"training": indexers}).for_critic().training.megatron_args
+    assert of_critic == {"bucket_size": 5000}  # they learn from the attention of the policy
     assert settings_with(model, {}).for_critic().model.path == model
     one = settings_with(model, {}, rollout=BASE["rollout"] | {"group_size": 1})
     assert one.rollout.group_size == 1
