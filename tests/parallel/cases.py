@@ -65,7 +65,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> family, and what di
     "glm4_moe_lite_mtp": ("glm4_moe_lite", SMALL | SPARSE | LATENT | MTP | TWO_LAYERS),
     "deepseek_v32_mtp": ("deepseek_v32", SMALL | SPARSE | LATENT | MTP | TWO_LAYERS | {"index_topk": 8}),
     # Not the first layer's keys are shared: Megatron numbers the layer that predicts ahead as the first.
-    "glm_moe_dsa_mtp": ("glm_moe_dsa", SMALL | SPARSE | LATENT | MTP | {"index_topk": 8}),
+    "glm_moe_dsa_mtp": ("glm_moe_dsa", SMALL | SPARSE | LATENT | MTP | {"index_topk": 8, "index_topk_freq": 3}),
     "minimax_m2": ("minimax_m2", GROUPED | {"rotary_dim": 8} | TWO_LAYERS),
     "hy_v3": ("hy_v3", GROUPED | SPARSE | TWO_LAYERS),
     "hy_v3_mtp": ("hy_v3", GROUPED | SPARSE | MTP),
@@ -374,6 +374,7 @@ ALL = [
     *computed({model: COMPUTED_IN[model] for model in COMPUTED_IN if model in UPDATED}, COMPUTED, "updates"),
     *computed({model: COMPUTED_IN[model] for model in COMPUTED_IN if model not in UPDATED}, COMPUTED),
     *(case for name, training in VARIANTS.items() for case in each(VARIED, ["gradient"], name, training=training)),
+    Case("glm_moe_dsa_mtp", "one", ("gradient",), "full", VARIANTS["full"]),  # layers that share keys run again last
     *each(SHARING, ["logprobs", "gradient"], "sharing", training=SHARE),
     Case("deepseek_v3", "one", ("gradient",), "sharing_full", SHARE | {"recompute": "full"}),
     Case("qwen3_moe", "pp2", ("gradient",), "sharing_selective", SHARE | {"recompute": "selective"}),
