@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from scipy import stats
 
 from grpo_mp.monitor.report.charts import Chart, Series
 from tests.bench.picture import write_charts
@@ -56,7 +57,9 @@ def always() -> list[str]:
 
 
 def show(runs: dict[str, list[Steps]]) -> None:
-    table = Table("preset", *COLUMNS, title="first -> last of each seed; mean of the last")
+    table = Table(
+        "preset", *COLUMNS, title="first -> last of each seed; mean of the last, with its 95 % interval by Student's t"
+    )
     for preset, seeds in runs.items():
         table.add_row(preset, *(_cell([points(steps, name) for steps in seeds]) for name in COLUMNS.values()))
     Console(width=170).print(table)
@@ -65,7 +68,9 @@ def show(runs: dict[str, list[Steps]]) -> None:
 def _cell(curves: list[Points]) -> str:
     known = [curve for curve in curves if curve]
     lines = [f"{curve[0][1]:.3g} -> {curve[-1][1]:.3g}" for curve in known]
-    return "\n".join([*lines, f"mean {statistics.fmean(curve[-1][1] for curve in known):.3g}"]) if known else "-"
+    last = [curve[-1][1] for curve in known]
+    interval = stats.t.ppf(0.975, len(last) - 1) * stats.sem(last) if len(last) > 1 else 0.0
+    return "\n".join([*lines, f"mean {statistics.fmean(last):.3g} ± {interval:.2g}"]) if known else "-"
 
 
 def points(steps: Steps, name: str) -> Points:
