@@ -14,7 +14,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from scipy import stats
 
 from grpo_mp.monitor.report.charts import Chart, Series
 from tests.bench.picture import write_charts
@@ -30,6 +29,7 @@ COLUMNS = {
     "KL": "train/kl_loss",
     "entropy": "train/entropy",
 }
+T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantiles of Student's t, by number of seeds
 Steps = list[dict[str, Any]]
 Points = list[tuple[int, float]]
 
@@ -57,9 +57,7 @@ def always() -> list[str]:
 
 
 def show(runs: dict[str, list[Steps]]) -> None:
-    table = Table(
-        "preset", *COLUMNS, title="first -> last of each seed; mean of the last, with its 95 % interval by Student's t"
-    )
+    table = Table("preset", *COLUMNS, title="first -> last of each seed; mean, 95 % interval by t")
     for preset, seeds in runs.items():
         table.add_row(preset, *(_cell([points(steps, name) for steps in seeds]) for name in COLUMNS.values()))
     Console(width=170).print(table)
@@ -69,8 +67,10 @@ def _cell(curves: list[Points]) -> str:
     known = [curve for curve in curves if curve]
     lines = [f"{curve[0][1]:.3g} -> {curve[-1][1]:.3g}" for curve in known]
     last = [curve[-1][1] for curve in known]
-    interval = stats.t.ppf(0.975, len(last) - 1) * stats.sem(last) if len(last) > 1 else 0.0
-    return "\n".join([*lines, f"mean {statistics.fmean(last):.3g} ± {interval:.2g}"]) if known else "-"
+    if not known:
+        return "-"
+    error = f" ± {T[len(last)] * statistics.stdev(last) / len(last) ** 0.5:.2g}" if len(last) in T else ""
+    return "\n".join([*lines, f"mean {statistics.fmean(last):.3g}{error}"])
 
 
 def points(steps: Steps, name: str) -> Points:
