@@ -11,6 +11,7 @@ import logging
 import os
 import resource
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -41,6 +42,7 @@ def prepare() -> None:
 
     It must be called before Megatron is imported. Further calls have no effect.
     """
+    warnings.filterwarnings("ignore", "Could not determine rank")  # by Megatron, in a command without ranks
     # With one hardware queue, kernels start in launch order: Megatron relies on that to start communication first.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     # Otherwise TransformerEngine's context parallelism creates a communicator for each pair of ranks.

@@ -104,3 +104,14 @@ def test_open_files_are_raised_to_what_the_machine_allows(limits, expected, monk
     monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: current.append(limits))
     prepare()
     assert current[-1] == (expected, limits[1])
+
+
+def test_commands_without_ranks_show_no_warning_of_megatron():
+    code = (
+        "from grpo_mp import platform; platform.prepare()\n"
+        "from megatron.core._rank_utils import safe_get_rank; print(safe_get_rank())"
+    )
+    unranked = {name: value for name, value in os.environ.items() if name not in ("RANK", "SLURM_PROCID")}
+    done = subprocess.run([sys.executable, "-c", code], env=unranked, capture_output=True, text=True, check=False)
+    assert "Could not determine rank" not in done.stderr
+    assert done.returncode == 0 or "No module named 'megatron.core._rank_utils'" in done.stderr
