@@ -20,11 +20,14 @@ GROUPS = 4
 SIZE = 4
 UPDATES = 2
 RANKS = 2
-# What runs of several turns, of speculative decoding, of a multi-token-prediction layer, a teacher or a critic, in
-# float16, and of supervised fine-tuning write: tests of their own have these.
+# What runs of several turns, of speculative decoding, of a multi-token-prediction layer, trained indexers, a teacher or
+# a critic, in float16, and of supervised fine-tuning write: tests of their own have these.
 OF_EPISODES = ("rollout/episode", "time/episode/")
 OF_OTHER_RUNS = (*OF_EPISODES, "train/mtp_", "distill/", "critic/", "sft/", "mismatch/mass_outside_kept")
-ALSO_OF_OTHERS = {"rollout/given_tokens/mean", "rollout/acceptance_length", "eval/{set}/loss", "train/loss_scale"}
+ALSO_OF_OTHERS = {
+    *("rollout/given_tokens/mean", "rollout/acceptance_length", "eval/{set}/loss", "train/loss_scale"),
+    "train/indexer_loss",
+}
 SOLVE_RATES = {
     "none": (-1, 0),
     "to_25": (0, 0.25),
