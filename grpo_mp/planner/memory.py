@@ -368,9 +368,10 @@ def _backup_bytes(job: PlannedJob, engine: EngineMemory) -> float:
 
 
 def _kept_by_an_engines_host(job: PlannedJob, sub_phase: SubPhase) -> float:
-    """Return the bytes of experts and keys that an engine's host keeps until it sends them to training ranks.
+    """Return the bytes of experts and keys on an engine's host, before the host sends them to training ranks.
 
-    Samples begun for later steps count as complete. An engine on its own GPUs always holds those of a full step.
+    Samples begun for later steps count as complete. The host of an engine on its own GPUs always holds the experts and
+    keys of a full step.
     """
     has_a_step = sub_phase in (SubPhase.GENERATE, SubPhase.SCORE) or not job.settings.shares_devices
     return _replayed_bytes(job) / job.num_engines * (has_a_step + job.settings.steps_ahead)

@@ -21,9 +21,10 @@ SHARED_KEYS = "_dsa_index_share_topk_holder"  # attribute in which Megatron stor
 
 
 def prepare_indexers(model: nn.Module, config: TransformerConfig) -> None:
-    """Freeze all indexers unless their loss is trained: no gradient of the policy's loss passes the choice of keys.
+    """Freeze all indexers, unless `config` trains them: the policy's loss has no gradient for the choice of keys.
 
-    The layer that predicts ahead has the number of a decoder layer, by which Megatron stores keys: it shares none.
+    Megatron stores keys by layer number. The multi-token-prediction layer has the number of a decoder layer, so it must
+    not store keys.
     """
     for name, module in model.named_modules():
         if getattr(module, "indexer", None) is not None:
@@ -32,10 +33,10 @@ def prepare_indexers(model: nn.Module, config: TransformerConfig) -> None:
 
 
 class IndexerLoss:
-    """Loss of the indexers: KL divergence of attention, summed over heads, from an indexer's distribution of keys.
+    """Loss of the indexers: KL(attention || indexer) over keys (DeepSeek-V3.2, arXiv 2512.02556, equation 4).
 
-    Its mean over the tokens that the policy's loss trains, summed over indexers, times Megatron's
-    dsa_indexer_loss_coeff (DeepSeek-V3.2, arXiv 2512.02556, equation 4). No other weight gets a gradient of it.
+    Attention is the mean over heads. The loss is averaged over the tokens that the policy's loss trains, summed over
+    indexers, and multiplied by Megatron's `dsa_indexer_loss_coeff`. Only indexers receive its gradient.
     """
 
     def __init__(self, config: TransformerConfig, parallel: Parallel, indexers: int) -> None:
@@ -51,14 +52,14 @@ class IndexerLoss:
         dsa.DSAIndexerLossLoggingHelper.tracker["values"] = self._sums
 
     def begin_update(self, microbatches: Sequence[MicroBatch]) -> None:
-        """Divide the coefficient by the tokens of an update: Megatron sums over them (calculate_per_token_loss)."""
+        """Divide the coefficient by the number of tokens of an update, because Megatron sums the loss over tokens."""
         tokens = torch.tensor(sum(int(batch.in_loss.sum()) for batch in microbatches))
         tokens *= self._parallel.is_reporting_rank
         dist.all_reduce(tokens, group=self._parallel.cpu_group)
         self._config.dsa_indexer_loss_coeff = self._coefficient / max(1, int(tokens))
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the mean loss of a token in an indexer over the last update, without its coefficient; reset it."""
+        """Return the last update's loss per token and indexer, without the coefficient, and reset the sums."""
         total = self._sums.sum().double().cpu() * (self._parallel.coords.tensor == 0)  # tensor ranks have the same
         self._sums.zero_()
         dist.all_reduce(total, group=self._parallel.cpu_group)
@@ -68,8 +69,8 @@ class IndexerLoss:
 class ReplayedKeys(dict[int, Tensor]):
     """Megatron's mapping of a forward pass from layer numbers, from 1, to chosen keys, int32 [1, rows, top-k].
 
-    In a layer with recorded keys, the choices of some rows are overwritten when an attention stores them here, before
-    it computes with them. A forward pass that is recomputed finds the same mapping.
+    DSAttention stores its choice here before it computes attention. In layers with recorded keys, the stored tensor is
+    changed in place: recorded keys replace the choice in some rows. A recomputed forward pass uses the same mapping.
     """
 
     def __init__(self, rows: Tensor, keys: Mapping[int, Tensor]) -> None:
@@ -97,7 +98,7 @@ def store_keys(chunks: Iterable[nn.Module]) -> tuple[int, ...]:
 def prepare_forward(
     packed: PackedSeqParams, batch: MicroBatch, config: TransformerConfig, layers: Sequence[int]
 ) -> None:
-    """Set what sparse attention reads in the forward pass with `packed`: rows of the indexers' loss, replayed keys.
+    """Set the rows of the indexers' loss and the keys to replay in `packed`, for one forward pass.
 
     `layers`: see `store_keys`.
     """

@@ -95,7 +95,7 @@ def _read_keys(meta: Mapping[str, Any], tokens: int, shape: ModelShape) -> npt.N
     """Return the positions of the keys that indexers chose, int32 [tokens, indexers, top-k]; None if they are invalid.
 
     `meta`: SGLang's meta_info with int32 [tokens, all layers, top-k] in base64. The first top-k tokens attend to all
-    keys before them; their values mean nothing.
+    keys before them, and their values have no meaning.
     """
     if not meta.get("indexer_topk") or shape.indexer is None:
         return None

@@ -112,9 +112,9 @@ def reference_logprobs(old: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def with_choices(samples: Sequence[Sample], shape: ModelShape) -> tuple[Sample, ...]:
-    """The samples with random experts, which those of a group share in their prompt; every third group has none.
+    """Add random experts to the samples and, for a model with indexers, random keys.
 
-    Of a model with indexers also random keys.
+    The samples of a group have the same experts in their prompt. The samples of every third group get no choices.
     """
 
     def draw(rows: int, *seed: int) -> np.ndarray:
