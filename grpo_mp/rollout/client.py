@@ -179,6 +179,9 @@ class EngineClient:
         leading tokens to return no choices for. The request waits while generation is paused. Cancelling the call
         ends its responses in the engine within seconds.
         """
+        if sampling.is_split and count > 1:  # the responses share the states of the prompt, as SGLang's `n` do
+            prompt = {"input_ids": list(prompt_tokens), "sampling_params": {"max_new_tokens": 0}}
+            await self._generate(prompt, 1)
         body = {
             "input_ids": [list(prompt_tokens)] * count if sampling.is_split else list(prompt_tokens),
             "sampling_params": sampling.as_json(count),

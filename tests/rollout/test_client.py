@@ -7,6 +7,7 @@ import re
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +96,13 @@ def test_kept_tokens_and_logprobs_over_them_are_those_of_the_rule(
     assert max(sizes) < len(p)  # tokens were cut off
 
 
-def test_a_group_shares_its_prompt_and_differs_in_its_responses(ask: Ask) -> None:
-    group = ask(lambda client: client.generate(PROMPT, LONG, 8))
+@pytest.mark.parametrize("options", [{}, {"seeds": tuple(range(8))}, {"with_kept": True, "top_p": 0.9}])
+def test_a_group_shares_its_prompt_and_differs_in_its_responses(ask: Ask, options: dict[str, Any]) -> None:
+    prompt = [len(options) + 3, *PROMPT]  # no other case left it in the cache
+    group = ask(lambda client: client.generate(prompt, replace(LONG, **options), 8))
     assert len({response.tokens for response in group}) == 8
     assert all(len(response.tokens) == len(response.logprobs) == 16 for response in group)
-    assert all(response.cached_tokens == len(PROMPT) - 1 for response in group)
+    assert all(response.cached_tokens == len(prompt) - 1 for response in group)
 
 
 def test_score_gives_the_logprob_of_every_token_but_the_first(
