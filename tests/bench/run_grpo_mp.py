@@ -46,8 +46,7 @@ class ExactLengths(EngineClient):
         prompts = [list(prompt_tokens)] * len(exact)
         body = {"input_ids": prompts, "sampling_params": exact, "return_logprob": True}
         outputs = [
-            self._parse_output(output, len(prompt_tokens), None)
-            for output in await self._call("POST", "/generate", body)
+            self._parse_output(output, len(prompt_tokens), None) for output in await self._generate(body, len(exact))
         ]
         for length, output in zip(lengths, outputs, strict=True):
             if output.aborted:
