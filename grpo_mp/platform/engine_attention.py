@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from grpo_mp.platform.packed_attention import Softmax
@@ -19,8 +20,8 @@ class AttentionBatch:
     """A batch of B sequences with Q new tokens each. The layers of a forward pass share it."""
 
     tokens: Tensor  # [B * Q]: place of each new token among those of all sequences
-    cache_rows: Tensor  # [B * G * L]: row of each head and token in a cache [S * G, D]; the tokens of a head adjacent
-    masked: Tensor  # [B, 1, 1, Q, L]: True where a new token must not attend to a key
+    slots: Tensor  # [B * L]: cache slot of each token
+    mask: Tensor  # [B, 1, R * Q, L]: 0, or minus infinity for keys to ignore; R: query heads of each key head
 
 
 def shared_plan(
@@ -49,20 +50,20 @@ def plan_attention(
     of each sequence; `new_tokens`: how many of them, at the end, are new; `heads`: of queries and of keys; `window`:
     see Softmax.
     """
-    query_heads, groups = heads
+    query_heads, key_heads = heads
     starts = list(accumulate(new_tokens, initial=0))
     plan = []
     for count, batch in _batches(lengths, new_tokens, query_heads):
         tokens = torch.tensor([starts[index] for index in batch])[:, None] + torch.arange(count)
         batch_lengths = torch.tensor([lengths[index] for index in batch])
         batch_slots = slots[batch, : -(-int(batch_lengths.max()) // ALIGNMENT) * ALIGNMENT]
-        cache_rows = batch_slots[:, None] * groups + torch.arange(groups)[None, :, None]
         positions = (batch_lengths[:, None] - count + torch.arange(count))[:, :, None]  # [B, Q, 1]
         places = torch.arange(batch_slots.shape[1])
         masked = places > positions
         if window is not None:
             masked |= places <= positions - window
-        plan.append(AttentionBatch(tokens.flatten(), cache_rows.flatten(), masked[:, None, None]))
+        mask = torch.zeros(masked.shape).masked_fill_(masked, -torch.inf).repeat(1, query_heads // key_heads, 1)
+        plan.append(AttentionBatch(tokens.flatten(), batch_slots.flatten(), mask[:, None]))
     return plan
 
 
@@ -102,23 +103,22 @@ def _attend(query: Tensor, cache: tuple[Tensor, Tensor], batch: AttentionBatch, 
     """Return causal attention [B * Q, H, Dv] of `query` [B * Q, H, D]."""
     keys, values = cache
     heads, size = query.shape[1:]
-    groups = keys.shape[1]
-    sequences, _, _, count, length = batch.masked.shape
-    shape = (sequences, groups, length, -1)
-    gathered_keys = keys.view(-1, size).index_select(0, batch.cache_rows).view(shape)
-    if values.data_ptr() == keys.data_ptr():  # latent attention: values are a slice of the keys
-        gathered_values = gathered_keys[..., : values.shape[2]]
-    else:
-        gathered_values = values.view(-1, values.shape[2]).index_select(0, batch.cache_rows).view(shape)
-    # [B, G, H/G, Q, D]
-    grouped = query.view(sequences, count, groups, heads // groups, size).permute(0, 2, 3, 1, 4)
-    scores = grouped.reshape(sequences, groups, -1, size) @ gathered_keys.to(query.dtype).transpose(-1, -2)
-    scores = scores.float().mul_(softmax.scale).view(*grouped.shape[:-1], -1)
-    scores.masked_fill_(batch.masked, -torch.inf)
+    groups, value_size = values.shape[1:]
+    sequences, _, rows, length = batch.mask.shape
+    count = len(query) // sequences
+    gathered = [
+        part.flatten(1).index_select(0, batch.slots).view(sequences, length, groups, -1).transpose(1, 2).to(query.dtype)
+        for part in ([keys] if values.data_ptr() == keys.data_ptr() else cache)  # latent values are a slice of the keys
+    ]
+    if gathered[-1].shape[-1] < size:  # the kernel requires equal head sizes
+        gathered[-1] = F.pad(gathered[-1], (0, size - value_size))
+    # [B, G, R * Q, D]: the query heads of a key head are further queries
+    grouped = query.view(sequences, count, groups, -1, size).permute(0, 2, 3, 1, 4).reshape(sequences, groups, rows, -1)
+    output, normalizers = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        grouped, gathered[0], gathered[-1], attn_mask=batch.mask, scale=softmax.scale
+    )
     if softmax.sinks is not None:
-        sinks = softmax.sinks.float().view(groups, -1, 1, 1).expand(*scores.shape[:-1], 1)
-        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1].to(query.dtype)
-    else:
-        weights = scores.softmax(-1).to(query.dtype)
-    output = weights.view(sequences, groups, -1, length) @ gathered_values.to(query.dtype)
-    return output.view(*grouped.shape[:-1], -1).permute(0, 3, 1, 2, 4).reshape(sequences * count, heads, -1)
+        sinks = softmax.sinks.float().view(groups, -1, 1).expand(-1, -1, count).reshape(groups, rows)
+        output = output * (normalizers - sinks).sigmoid().to(output.dtype)[..., None]
+    output = output.view(sequences, groups, -1, count, size).permute(0, 3, 1, 2, 4)
+    return output.reshape(-1, heads, size)[..., :value_size]

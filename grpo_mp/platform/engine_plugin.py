@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from grpo_mp.platform import engine_gated_delta, engine_layers, engine_sparse
-from grpo_mp.platform.engine_attention import AttentionBatch, paged_attention, shared_plan
+from grpo_mp.platform.engine_attention import paged_attention, shared_plan
 from grpo_mp.platform.engine_invariance import enable_batch_invariance
 from grpo_mp.platform.packed_attention import Softmax
 from grpo_mp.utils.files import ENGINE_SCRATCH
@@ -127,37 +127,19 @@ def _drop_plans(original: Callable[..., Any], backend: Any, *args: Any) -> Any:
     return original(backend, *args)
 
 
-def _extend(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace SGLang's prefill attention. `slots` [R, L]: cache slots by request, indexed by `rows`."""
-    query, output, keys, values, slots, rows, lengths, _, new_lengths, encoder_lengths = args
-    if not _is_self_attention(encoder_lengths, kwargs) or not kwargs["causal"]:
+def _attend(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace SGLang's attention of prefill and decode. `slots` [R, L]: cache slots by request, indexed by `rows`."""
+    query, output, keys, values, slots, rows, lengths, *of_prefill, encoder_lengths = args
+    is_causal = kwargs["causal"] if of_prefill else True
+    if encoder_lengths is not None or kwargs["is_cross_attn"] or not is_causal:
         return original(backend, *args, **kwargs)
+    new_lengths = of_prefill[1] if of_prefill else torch.ones_like(lengths)
     softmax = _softmax(backend, kwargs)
     layer = (query.shape[1], keys.shape[1], softmax.window)
-    plan = _plan(backend, layer, slots[rows], lengths=lengths, new_lengths=new_lengths)
+    plan = shared_plan(backend.plans, layer, slots[rows], lengths, new_lengths)
+    if backend.selected is not None:
+        plan = engine_sparse.restrict(plan, backend.selected)
     return output.copy_(paged_attention(query, (keys, values), plan, softmax))
-
-
-def _decode(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace SGLang's decode attention. `slots` [R, L]: cache slots by request, indexed by `rows`."""
-    query, output, keys, values, slots, rows, lengths, encoder_lengths = args
-    if not _is_self_attention(encoder_lengths, kwargs):
-        return original(backend, *args, **kwargs)
-    softmax = _softmax(backend, kwargs)
-    layer = (query.shape[1], keys.shape[1], softmax.window)
-    plan = _plan(backend, layer, slots[rows], lengths=lengths, new_lengths=torch.ones_like(lengths))
-    return output.copy_(paged_attention(query, (keys, values), plan, softmax))
-
-
-def _plan(
-    backend: Any, layer: tuple[int, int, int | None], slots: Tensor, lengths: Tensor, new_lengths: Tensor
-) -> list[AttentionBatch]:
-    plan = shared_plan(backend.plans, layer, slots, lengths, new_lengths)
-    return plan if backend.selected is None else engine_sparse.restrict(plan, backend.selected)
-
-
-def _is_self_attention(encoder_lengths: Any, kwargs: dict[str, Any]) -> bool:
-    return encoder_lengths is None and not kwargs["is_cross_attn"]
 
 
 def _softmax(backend: Any, layer: Mapping[str, Any]) -> Softmax:
@@ -173,7 +155,7 @@ def _keep_options(
     topk_indices: Tensor | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Replace the attention of a layer, to pass its sinks and its selected keys on to `_extend` or `_decode`."""
+    """Replace the attention of a layer, to pass its sinks and its selected keys on to `_attend`."""
     backend.sinks = sinks
     backend.selected = topk_indices
     return original(backend, *args, **kwargs)
@@ -218,8 +200,8 @@ CPU_HOOKS: list[tuple[str, str, Callable[..., Any]]] = [
     (f"{ATTENTION}.init_forward_metadata", "around", _drop_plans),
     (f"{ATTENTION}.forward_extend", "around", _keep_options),
     (f"{ATTENTION}.forward_decode", "around", _keep_options),
-    (f"{ATTENTION}._run_sdpa_forward_extend", "around", _extend),
-    (f"{ATTENTION}._run_sdpa_forward_decode", "around", _decode),
+    (f"{ATTENTION}._run_sdpa_forward_extend", "around", _attend),
+    (f"{ATTENTION}._run_sdpa_forward_decode", "around", _attend),
     ("srt.layers.layernorm.RMSNorm.forward_native", "around", engine_layers.rms_norm_forward),
     ("srt.models.minimax_m2.MiniMaxM2QKRMSNorm.forward", "around", engine_layers.norms_over_heads),
     ("srt.layers.moe.fused_moe_native.moe_forward_native", "around", engine_layers.routed_experts),

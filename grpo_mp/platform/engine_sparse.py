@@ -95,13 +95,14 @@ def best_keys(query: Tensor, weights: Tensor, keys: Tensor, plan: Sequence[Atten
     """
     selected = torch.full((len(query), count), -1, dtype=torch.int32)
     for batch in plan:
-        sequences, _, _, new, length = batch.masked.shape
-        causal = ~batch.masked[:, 0, 0]
+        sequences, _, _, length = batch.mask.shape
+        new = len(batch.tokens) // sequences
+        causal = batch.mask[:, 0, :new] == 0
         if length <= count:
             places = torch.arange(length).expand(sequences, new, -1)
         else:
             batch_query = query.index_select(0, batch.tokens).to(weights.dtype).view(sequences, -1, query.shape[2])
-            batch_keys = keys.index_select(0, batch.cache_rows).to(weights.dtype).view(sequences, length, -1)
+            batch_keys = keys.index_select(0, batch.slots).to(weights.dtype).view(sequences, length, -1)
             heads = (batch_query @ batch_keys.transpose(1, 2)).relu_().view(sequences * new, -1, length)
             scores = (weights.index_select(0, batch.tokens)[:, None] @ heads).view(causal.shape)
             scores.masked_fill_(~causal, -torch.inf)
@@ -115,12 +116,14 @@ def restrict(plan: Sequence[AttentionBatch], selected: Tensor) -> list[Attention
     """Return the plan with a mask of the keys that are not selected. `selected` [T, K]: see `best_keys`."""
     restricted = []
     for batch in plan:
-        length = batch.masked.shape[-1]
+        sequences, _, rows, length = batch.mask.shape
         if length <= selected.shape[1]:  # all keys are selected
             restricted.append(batch)
             continue
         places = selected.index_select(0, batch.tokens).long()
         others = torch.ones(len(places), length + 1, dtype=torch.bool)
         others.scatter_(1, places % (length + 1), False)  # -1 becomes the column that is cut off
-        restricted.append(replace(batch, masked=batch.masked | others[:, :length].reshape(batch.masked.shape)))
+        others = others[:, :length].view(sequences, 1, -1, length)
+        others = others.repeat(1, 1, rows // others.shape[2], 1)
+        restricted.append(replace(batch, mask=batch.mask.masked_fill(others, -torch.inf)))
     return restricted
