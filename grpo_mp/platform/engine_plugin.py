@@ -130,8 +130,7 @@ def _drop_plans(original: Callable[..., Any], backend: Any, *args: Any) -> Any:
 def _attend(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace SGLang's attention of prefill and decode. `slots` [R, L]: cache slots by request, indexed by `rows`."""
     query, output, keys, values, slots, rows, lengths, *of_prefill, encoder_lengths = args
-    is_causal = kwargs["causal"] if of_prefill else True
-    if encoder_lengths is not None or kwargs["is_cross_attn"] or not is_causal:
+    if encoder_lengths is not None or kwargs["is_cross_attn"] or (of_prefill and not kwargs["causal"]):
         return original(backend, *args, **kwargs)
     new_lengths = of_prefill[1] if of_prefill else torch.ones_like(lengths)
     softmax = _softmax(backend, kwargs)

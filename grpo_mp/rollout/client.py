@@ -70,8 +70,8 @@ class SamplingParams:
     def is_split(self) -> bool:
         """Return whether each response is an item of the request.
 
-        SGLang would give all `n` responses of an item the same seed, and it first computes their prompt by a request
-        for 0 tokens, which fails if it asks for kept tokens.
+        With `n`, SGLang gives all responses one seed, and computes their prompt first, by a request for 0 tokens
+        with the same options, and such a request fails with kept tokens. `generate` sends one without options.
         """
         return bool(self.seeds) or self.with_kept
 
@@ -179,7 +179,7 @@ class EngineClient:
         leading tokens to return no choices for. The request waits while generation is paused. Cancelling the call
         ends its responses in the engine within seconds.
         """
-        if sampling.is_split and count > 1:  # the responses share the states of the prompt, as SGLang's `n` do
+        if sampling.is_split and count > 1:  # compute the prompt once, as SGLang does for `n`
             prompt = {"input_ids": list(prompt_tokens), "sampling_params": {"max_new_tokens": 0}}
             await self._generate(prompt, 1)
         body = {
